@@ -85,11 +85,13 @@ ATTENTION: dict[str, Attend] = {"grouped": attend_grouped, "expanded": attend_ex
 
 
 # The tensors of a layer; some are None.
-_LAYER = ("qkv", "qkv_bias", "q_norm", "k_norm", "out", "gate_up", "down", "norm_in", "norm_mid", "k", "v")
+_LAYER = ("qkv", "qkv_bias", "q_norm", "k_norm", "out", "router", "gate_up", "down", "norm_in", "norm_mid", "k", "v")
 
 
 class StaticLanguageModel(nn.Module):
     """A Llama-like model written for `torch.compile`: fused QKV and gate+up projections, SDPA, a static KV cache.
+
+    Layers with experts multiply by PyTorch's grouped products.
 
     forward: ids [B, T], positions [T] → float32 logits [vocab] of the last token, or [B, vocab]; the cache, which
     `prepare` makes, is updated in place. All sequences of a batch are at the same positions.
@@ -111,6 +113,7 @@ class StaticLanguageModel(nn.Module):
         self.eps: float = config.rms_norm_eps
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
+        self.choices: int = getattr(config, "num_experts_per_tok", 1)
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.register_buffer("embedding", table)
         self.register_buffer("lm_head", table if config.tie_word_embeddings else state["lm_head.weight"])
@@ -147,8 +150,23 @@ class StaticLanguageModel(nn.Module):
     ) -> Tensor:
         """Apply a layer, given by its tensors, to x [B, T, hidden]."""
         x = x + self._attention(layer, self._normed(x, layer["norm_in"]), positions, rotation, mask)
-        gate, up = F.linear(self._normed(x, layer["norm_mid"]), layer["gate_up"]).chunk(2, -1)
+        inner = self._normed(x, layer["norm_mid"])
+        if layer["router"] is not None:
+            return x + self._experts(layer, inner.flatten(0, 1)).view(x.shape)
+        gate, up = F.linear(inner, layer["gate_up"]).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, layer["down"])
+
+    def _experts(self, layer: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """Route rows [M, hidden] to experts, sorted by their numbers, and sum the results by their weights."""
+        weights, chosen = F.linear(rows, layer["router"]).float().softmax(-1).topk(self.choices, -1)
+        order = chosen.flatten().argsort(stable=True)
+        numbers = torch.arange(len(layer["router"]), device=rows.device)
+        ends = (chosen.flatten()[:, None] <= numbers).sum(0, dtype=torch.int32)
+        gate, up = _grouped(rows[order // self.choices], layer["gate_up"], ends).chunk(2, -1)
+        outer = _grouped(F.silu(gate) * up, layer["down"], ends)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+        weighted = outer[places].view(*chosen.shape, -1) * (weights / weights.sum(-1, keepdim=True))[..., None]
+        return weighted.sum(1).to(rows.dtype)
 
     def _attention(
         self, layer: Mapping[str, Any], x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
@@ -196,6 +214,12 @@ def quantized_by_torchao(model: StaticLanguageModel, weights: str, head: str) ->
     return model
 
 
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [M, K] by weight [E, N, K]; the rows of expert e end before row `ends[e]`."""
+    result: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    return result
+
+
 def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:
     parts = [f"{prefix}self_attn.{letter}_proj" for letter in "qkv"]
     layer = nn.Module()
@@ -205,8 +229,16 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:
     for name in ("q_norm", "k_norm"):
         layer.register_buffer(name, state.get(f"{prefix}self_attn.{name}.weight"))
     layer.register_buffer("out", state[f"{prefix}self_attn.o_proj.weight"])
-    layer.register_buffer("gate_up", torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
-    layer.register_buffer("down", state[f"{prefix}mlp.down_proj.weight"])
+    router = state.get(f"{prefix}mlp.gate.weight")
+    layer.register_buffer("router", router)
+    if router is not None:
+        for name in ("gate_up", "down"):
+            joined = state[f"{prefix}mlp.experts.{name}_proj"]
+            layer.register_buffer(name, joined.view(len(router), -1, joined.shape[-1]))
+    else:
+        factors = [state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        layer.register_buffer("gate_up", torch.cat(factors))
+        layer.register_buffer("down", state[f"{prefix}mlp.down_proj.weight"])
     layer.register_buffer("norm_in", state[f"{prefix}input_layernorm.weight"])
     layer.register_buffer("norm_mid", state[f"{prefix}post_attention_layernorm.weight"])
     return layer

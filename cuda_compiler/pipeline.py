@@ -22,7 +22,9 @@ from cuda_compiler.passes.packed_batches import pack_batches
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
+from cuda_compiler.passes.routing import join_routing
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
+from cuda_compiler.passes.weighted_sums import join_weighted_sums
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
@@ -56,6 +58,8 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("absorb_epilogues", absorb_epilogues),
         ("write_in_place", write_in_place),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
+        ("join_routing", join_routing),
+        ("join_weighted_sums", join_weighted_sums),
         ("products_as_convolutions", products_as_convolutions),
         ("round_biases", round_biases),
         ("order_operands", order_operands),

@@ -56,7 +56,7 @@ def our_steps(model: PagedModel, sequences: int, context: int) -> Callable[[], N
 
 def torch_steps(models: Models, sequences: int, context: int) -> tuple[str, Callable[[], None]]:
     """Return the name of the fastest way to call SDPA, and a function that decodes as in `our_steps`, by PyTorch."""
-    peer, name = models.peer, _fastest_attention(models, sequences, context + STEPS)
+    peer, name = models.peer, fastest_attention(models, sequences, context + STEPS)
     peer.prepare(context + STEPS, ATTENTION[name], sequences)
     ids = torch.zeros((sequences, 1), dtype=torch.long, device="cuda")
     positions = torch.full((1,), context, device="cuda")
@@ -71,7 +71,8 @@ def torch_steps(models: Models, sequences: int, context: int) -> tuple[str, Call
     return name, run
 
 
-def _fastest_attention(models: Models, sequences: int, keys: int) -> str:
+def fastest_attention(models: Models, sequences: int, keys: int) -> str:
+    """Return the name of the fastest way to call SDPA for one token of each sequence and so many keys."""
     config = models.checkpoint.config
     _, kv_heads, _, width = kv_shapes(models.checkpoint, keys)[0][0]
     shapes = ((config.num_attention_heads, 1), (kv_heads, keys), (kv_heads, keys))

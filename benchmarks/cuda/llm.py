@@ -26,9 +26,10 @@ from benchmarks.cuda.timing import (
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure
 from benchmarks.peers import ATTENTION, StaticLanguageModel, compiled
 from cuda_runtime import CUDABackend
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime import DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
-from npu_sim.llm.graph import kv_shapes, meta_model, state_with_buffers
+from npu_sim.llm.graph import kv_shapes, meta_model, program_formats, state_with_buffers
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
@@ -65,19 +66,33 @@ def qwen3() -> Qwen3Config:
     )
 
 
-def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
+InFewBits = Callable[[str, tuple[int, ...]], QuantizedArray | None]
+"""A function of a parameter's name and shape that returns its weight in few bits, or None if it has 16 bits."""
+
+
+def seeded_checkpoint(name: str, config: Any, seed: int, in_few_bits: InFewBits | None = None) -> Checkpoint:
     """Return a checkpoint of a transformers configuration with random weights in bfloat16; see `seeded_state`."""
     checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
-    checkpoint.state = seeded_state(checkpoint, seed)
+    checkpoint.state = seeded_state(checkpoint, seed, in_few_bits)
+    formats = {key: x.format for key, x in checkpoint.state.items() if isinstance(x, QuantizedArray)}
+    checkpoint.quantization = formats or None
     return checkpoint
 
 
 @torch.no_grad()
-def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
-    """Return random weights on the GPU that keep activations in range; their values do not affect the time."""
+def seeded_state(checkpoint: Checkpoint, seed: int, in_few_bits: InFewBits | None = None) -> dict[str, Any]:
+    """Return random weights on the GPU that keep activations in range; their values do not affect the time.
+
+    Args:
+        in_few_bits: Makes the weights in few bits. None: all have 16 bits.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
-    state = {}
+    state: dict[str, Any] = {}
     for name, parameter in meta_model(checkpoint).named_parameters():
+        codes = in_few_bits(name, tuple(parameter.shape)) if in_few_bits else None
+        if codes is not None:
+            state[name] = codes
+            continue
         value = torch.empty(parameter.shape, device="cuda", dtype=torch.bfloat16)
         if value.dim() == 1 and not name.endswith("bias"):
             state[name] = value.normal_(1.0, 0.1, generator=generator)
@@ -129,11 +144,15 @@ class Models:
         name: Name of the model.
         config: The transformers config.
         seed: Seed of the weights.
+        in_few_bits: Makes the weights in few bits. None: all have 16 bits.
     """
 
-    def __init__(self, name: str, config: Any, seed: int) -> None:
-        self.checkpoint = seeded_checkpoint(name, config, seed)
-        self.state = {name: torch.as_tensor(x) for name, x in state_with_buffers(self.checkpoint).items()}
+    def __init__(self, name: str, config: Any, seed: int, in_few_bits: InFewBits | None = None) -> None:
+        self.checkpoint = seeded_checkpoint(name, config, seed, in_few_bits)
+        self.state: dict[str, Any] = {
+            name: x if isinstance(x, QuantizedArray) else torch.as_tensor(x)
+            for name, x in state_with_buffers(self.checkpoint).items()
+        }
         self.backend = CUDABackend()
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self._shared: dict[str, DeviceBuffer] = {}
@@ -155,8 +174,8 @@ class Models:
         return {}
 
     def program(self, tokens: int, cache_length: int) -> npu_compiler.CompiledProgram:
-        ir = extract_graph(self.checkpoint, tokens, cache_length)
-        return npu_compiler.compile(ir, self.backend.target, npu_compiler.CompileOptions(compute_dtype="bfloat16"))
+        ir, formats = extract_graph(self.checkpoint, tokens, cache_length), program_formats(self.checkpoint)
+        return npu_compiler.compile(ir, self.backend.target, npu_compiler.CompileOptions("bfloat16", formats))
 
     def source(self) -> Mapping[str, Any]:
         """Return the tensors from which the programs' weights are loaded."""

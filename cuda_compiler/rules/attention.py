@@ -18,9 +18,9 @@ BLOCK_KEYS = 16
 _FEW_ROWS = 8  # of a tile, which need half the registers of `BLOCK_ROWS`
 _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
-_FILLING_BLOCKS = 2 * MULTIPROCESSORS
 _ENOUGH_BLOCKS = 64  # from here on one block handles all keys of its rows, which saves the combining kernel
 WIDEST_HEAD = 128  # head dimension whose sums fit into a warp's registers
+_WIDEST_OF_FEW = 256  # the same where a problem has at most `_FEW_ROWS` rows, and a multiprocessor one block
 _MIN_BLOCKS = 2  # blocks per multiprocessor; still leaves enough registers per thread
 _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of the result per block of the plain kernel
@@ -91,7 +91,9 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     operands = _Operands(q, k, v, mask, out)
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
-        return _plain(make, call, operands)
+        few = rows <= _FEW_ROWS and max(q.shape[0], k.shape[1]) <= MAX_GRID[1]
+        wide = few and suits_tensor_cores(q, k, v, _WIDEST_OF_FEW) and _fits_split(make, operands)
+        return _split(make, call, operands) if wide else _plain(make, call, operands)
     if make.gpu.has_warpgroups and q.shape[3] == v.shape[3] > _NARROW:
         fitting = [
             tile_rows
@@ -169,7 +171,8 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
                 constants={"stages": 1},
             )
         ]
-    splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
+    min_blocks = _MIN_BLOCKS if max(width, value_width) <= WIDEST_HEAD else 1
+    splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(min_blocks * MULTIPROCESSORS, blocks))
     parts = _partial_sums(make, call, (batch, kv_heads, rows, splits, value_width))
     split = make.kernel(
         call,
@@ -181,9 +184,15 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         block=(_WARPS * WARP, 1, 1),
         shared=split_memory(rows, width, value_width),
         constants={"splits": splits, "stages": _STAGES},
-        min_blocks=_MIN_BLOCKS,
+        min_blocks=min_blocks,
     )
     return [split, _combine(make, call, parts, operands.out)]
+
+
+def _fits_split(make: Specializer, operands: _Operands) -> bool:
+    """Whether the shared memory of the split-K kernels fits."""
+    memory = split_memory(operands.rows, operands.k.shape[3], operands.v.shape[3])
+    return memory <= make.gpu.shared_memory
 
 
 def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -> dict[str, View]:
@@ -316,14 +325,17 @@ def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -
     return 2 * tile_keys * (key_row + value_row) + held_queries * key_row
 
 
-def suits_tensor_cores(q: View, k: View, v: View) -> bool:
+def suits_tensor_cores(q: View, k: View, v: View, widest: int = WIDEST_HEAD) -> bool:
     """Whether tensor cores can compute attention over these views.
 
     All must have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits the registers.
+
+    Args:
+        widest: The largest such head dimension.
     """
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[-1], v.shape[-1])
-    pieces = all(width % 8 == 0 and width <= WIDEST_HEAD for width in widths)
+    pieces = all(width % 8 == 0 and width <= widest for width in widths)
     return alike and pieces and k.numel > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
 
 

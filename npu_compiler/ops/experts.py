@@ -1,7 +1,7 @@
 """Mixture-of-experts products: each row is multiplied with the matrix of the expert that it is routed to.
 
 The CPU device sorts the rows by expert, so that it reads the matrix of each expert once, and none of an expert without
-rows. The GPU kernels read a matrix for each row.
+rows. GPU kernels compute some rows of an expert together, or read a matrix for each row.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def _unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shapes = [graph.tensors[name].shape for name in node.inputs]
     (rows, *_), weight, (pairs, *_), *bias = shapes
     columns = graph.tensors[node.outputs[0]].shape[-1]
-    if [len(shape) for shape in shapes] != [2, 2, 1, *[2] * len(bias)] or not rows or pairs % rows:
+    ranks = [len(shape) for shape in shapes]
+    if ranks[1] not in (2, 3) or [ranks[0], *ranks[2:]] != [2, 1, *[2] * len(bias)] or not rows or pairs % rows:
         return f"a product by experts of {rows} rows for {pairs} outputs"
-    if not columns or weight[0] % columns or not weight[0]:
+    if not columns or not weight[0] or (weight[1] != columns if ranks[1] == 3 else weight[0] % columns):
         return f"a product by experts whose weight {list(weight)} holds no whole matrices of {columns} rows"
     if not is_int(graph.tensors[node.inputs[2]].dtype):
         return "a product by experts that are not integers"
@@ -81,11 +82,12 @@ def _unsupported(node: OpNode, graph: IRGraph) -> str | None:
 def lower_expert_linear(ctx: Lowering, node: OpNode) -> None:
     """Lower out[m] = input[m · R // M] · weight[experts[m]]ᵀ + bias[experts[m]].
 
-    Input [R, K], weight [E · N, K], experts [M], bias [E, N] → [M, N]. A row whose expert is not in 0..E - 1 is 0.
+    Input [R, K], weight [E · N, K] or [E, N, K], experts [M], bias [E, N] → [M, N]. A row whose expert is not in
+    0..E - 1 is 0.
     """
     x, weight, experts, *bias = (ctx.view(name) for name in node.inputs)
     n = ctx.output().shape[1]
-    matrices = weight.reshape((weight.shape[0] // n, n, weight.shape[1]))
+    matrices = weight if weight.rank == 3 else weight.reshape((weight.shape[0] // n, n, weight.shape[1]))
     assert matrices is not None
     _emit(ctx, x, matrices, experts, bias, ctx.output())
 

@@ -330,14 +330,41 @@ def attend_to_rows(
         shown = torch.zeros_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, chosen.long(), True)[:, None]
         attention_mask = attention_mask + additive(shown, attention_mask.dtype) if is_added else attention_mask & shown
     if features := asked_features(module, others):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = attention_mask if is_added else additive(attention_mask, query.dtype)
+        if features == ["s_aux"]:
+            return attend_with_sinks(query, key, value, mask, others["s_aux"], scale), None
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:
             raise InputError(f"its attention uses {_named(features)}, which is not supported")
-        mask = attention_mask if is_added else additive(attention_mask, query.dtype)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attended: tuple[torch.Tensor, Any] = own(module, query, key, value, mask, scaling=scale, dropout=0.0, **others)
         return attended
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+
+
+def attend_with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Compute attention whose softmax has one more score for each head, that of no key.
+
+    The rows of query heads that share a KV head are those of one product, so that keys and values are not repeated.
+
+    Args:
+        query, key, value: [B, H, N, D], [B, KV, S, D] and [B, KV, S, Dv].
+        mask: Numbers that are added to the scores, [B or 1, 1, N, S].
+        sinks: [H], each head's score.
+
+    Returns:
+        [B, N, H, Dv].
+    """
+    batch, heads, rows, width = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, width)
+    scores = (grouped @ key.transpose(2, 3)).view(batch, heads, rows, -1) * scale + mask
+    # Scores of -inf fill up the rows, so that those of the weights begin where a product can read whole vectors.
+    beside = torch.nn.functional.pad(sinks.to(scores.dtype).reshape(1, -1, 1, 1), (0, 7), value=-torch.inf)
+    weights = torch.softmax(torch.cat([scores, beside.expand(batch, heads, rows, 8)], -1), -1)[..., :-8]
+    attended = weights.reshape(batch, key.shape[1], -1, key.shape[2]) @ value
+    return attended.view(batch, heads, rows, -1).transpose(1, 2)
 
 
 # Arguments that say nothing about what attention computes. A window is in the mask, and so is what is causal.

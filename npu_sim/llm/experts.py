@@ -22,14 +22,14 @@ def expert_linear(
 ) -> torch.Tensor:
     """Multiply rows by their experts' matrices: out[m] = input[m · R // M] · weight[e]ᵀ + bias[e], e = experts[m].
 
-    Input [R, K], weight [count · N, K], experts [M], bias [count, N] → [M, N]. M is a multiple of R: each row has M / R
-    experts, one after the other. A result whose expert is not in 0..count - 1 is 0. The trace of a model has this as
-    one op, which `npu_compiler.ops.experts.lower_expert_linear` lowers.
+    Input [R, K], weight [count · N, K] or [count, N, K], experts [M], bias [count, N] → [M, N]. M is a multiple of R:
+    each row has M / R experts, one after the other. A result whose expert is not in 0..count - 1 is 0. The trace of a
+    model has this as one op, which `npu_compiler.ops.experts.lower_expert_linear` lowers.
 
     Args:
         count: Number of experts.
     """
-    matrices = weight.view(count, -1, weight.shape[1])
+    matrices = weight if weight.dim() == 3 else weight.view(count, -1, weight.shape[1])
     rows = input.repeat_interleave(len(experts) // len(input), 0)
     result = rows.new_zeros(len(experts), matrices.shape[1])
     for expert in experts[(experts >= 0) & (experts < count)].unique().tolist():
@@ -42,7 +42,7 @@ def expert_linear(
 def _(
     input: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, count: int
 ) -> torch.Tensor:
-    return input.new_empty(experts.shape[0], weight.shape[0] // count)
+    return input.new_empty(experts.shape[0], weight.shape[1] if weight.dim() == 3 else weight.shape[0] // count)
 
 
 def routed_experts(
@@ -61,7 +61,7 @@ def routed_experts(
     else:
         inner = module.act_fn(product(hidden_states, "up_proj"))
     outer = product(inner, "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         outer = module.post_expert_norm(outer)
     weighted = outer * top_k_weights.reshape(-1, 1)
     result: torch.Tensor = weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)

@@ -454,14 +454,28 @@ def test_a_processor_in_the_config_itself_counts(llama: Path, tmp_path: Path) ->
     assert load_checkpoint(folder).repetition_penalty == 1.7
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_sink_takes_its_share_of_the_weights(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    query, sinks = torch.randn(2, 6, rows, 4, generator=generator), torch.randn(6, generator=generator)
+    key, value = torch.randn(2, 2, 2, 5, 4, generator=generator)
+    mask = torch.rand(1, 1, rows, 5, generator=generator) < 0.7
+    found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, scaling=0.3, s_aux=sinks)
+    wide_key, wide_value = (x.repeat_interleave(3, 1) for x in (key, value))
+    weights = torch.where(mask, (0.3 * query @ wide_key.transpose(2, 3)).exp(), 0.0)
+    expected = weights / (weights.sum(-1, keepdim=True) + sinks.exp()[:, None, None]) @ wide_value
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
 def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
     query, mask = torch.zeros(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool)
     asked = {"s_aux": torch.zeros(2), "softcap": 30.0, "position_bias": torch.zeros(1), "novel": 1}
     paging = Paging(*(torch.zeros(3, dtype=torch.long) for _ in "ps"), torch.zeros(1, 1, dtype=torch.long), 16)
     pool = torch.zeros(16, 2, 4)
     for name, value in asked.items():
-        with pytest.raises(InputError, match=name):
-            attend_to_rows(torch.nn.Identity(), query, query, query, mask, scaling=1.0, **{name: value})
+        if name != "s_aux":  # which rows of a cache have a function for
+            with pytest.raises(InputError, match=name):
+                attend_to_rows(torch.nn.Identity(), query, query, query, mask, scaling=1.0, **{name: value})
         with pytest.raises(InputError, match=name):
             attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **{name: value})
     with pytest.raises(InputError, match="a dropout of 0.1"):

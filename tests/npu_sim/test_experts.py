@@ -148,6 +148,29 @@ def test_a_compiled_product_by_experts_is_that_of_pytorch(seed: int) -> None:
     torch.testing.assert_close(torch.from_numpy(to_numpy(found)), module(x, experts), atol=1e-4, rtol=1e-4)
 
 
+FORMATS = [None, QuantizedFormat("int8"), QuantizedFormat("float4_e2m1", 32, "bfloat16")]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_result_has_nothing_of_experts_that_are_not_chosen(format: QuantizedFormat | None) -> None:
+    """The others hold huge numbers, which any part of them would show."""
+    torch.manual_seed(0)
+    module = Product(6, 5, 64, bias=False).eval()
+    x, experts = torch.randn(3, 64), torch.tensor([4, 1, 1, 4, 0, 4])
+    weight = module.weight.detach().numpy()
+    stored: Any = weight.copy() if format is None else quantize(weight, format)
+    unchosen = np.repeat(~np.isin(np.arange(6), experts.numpy()), 5)
+    (stored if format is None else stored.scales)[unchosen] = 1e30
+    ir = plain_ir(trace(export(module, (x, experts)), "experts"))
+    options = CompileOptions(compute_dtype="float32", quantization=None if format is None else {"weight": format})
+    program, backend = npu_compiler.compile(ir, options=options), CPUBackend()
+    given = {spec.name: value for spec, value in zip(program.input_specs, (x.numpy(), experts.numpy()), strict=True)}
+    (found,) = Executor(program, backend).run(given, load_weights({"weight": stored}, program, backend)).values()
+    rounded = weight if format is None else quantize(weight, format).dequantize()
+    expected = expert_linear(x, torch.from_numpy(rounded), experts, None, 6)
+    torch.testing.assert_close(torch.from_numpy(to_numpy(found)), expected, atol=1e-4, rtol=1e-3)
+
+
 def changed(folder: Path, target: Path, drop: str = "", **fields: Any) -> Path:
     """A copy of a folder without the tensors whose names contain `drop`, with other fields in its config."""
     target.mkdir()

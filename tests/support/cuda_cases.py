@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from metal_cases import attention as attention_cases
+from metal_cases import experts as expert_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import norms as norm_cases
+from metal_cases import quantized as quantized_cases
 from metal_cases import recurrent as recurrent_cases
 from metal_cases import reduce as reduce_cases
 from metal_cases import sort as sort_cases
@@ -301,7 +303,31 @@ RECURRENT = [
     recurrent_cases.recurrent("tanh", 5, 300, 24, 96),
     recurrent_cases.recurrent("relu", 3, 9000, 8, 40, both=True),
 ]
+# By tensor cores: rows with experts of their own, several of one, more than a block holds, or looks through, at a time.
+EXPERTS = [
+    expert_cases.dense("decode", 1, 8, 16, 40, 2048),
+    expert_cases.dense("decode-second", 8, 1, 16, 72, 768, bias="compute"),
+    expert_cases.dense("few-tokens", 6, 2, 8, 33, 64, bias="float32"),
+    expert_cases.dense("several-rows", 24, 2, 8, 50, 96),
+    expert_cases.dense("many-rows-of-each", 90, 4, 5, 50, 104, bias="compute"),
+    expert_cases.dense("long-list", 1100, 2, 3, 16, 32),
+    *(
+        expert_cases.quantized(f"tiles-{name}", tokens, choices, count, n, k, group, format, bias=bias)
+        for format in quantized_cases.FORMATS
+        for name, tokens, choices, count, n, k, group, bias in (
+            ("decode", 1, 4, 32, 40, 2880, 32, "compute"),
+            ("several-rows", 40, 2, 8, 33, 192, 64, None),
+            ("long-list", 1100, 2, 3, 16, 64, 64, "float32"),
+        )
+    ),
+    *(
+        expert_cases.quantized("tiles-small-groups", tokens, 2, 8, 40, 320, group, format)
+        for tokens, group in ((1, 16), (20, 8))
+        for format in quantized_cases.FORMATS[-2:]
+    ),
+]
 CASES = [
+    *EXPERTS,
     *RECURRENT,
     group_norm("straddling", (2, 40, 9, 7), 4),
     group_norm("plain", (1, 32, 5, 5), 8, affine=False),
@@ -314,6 +340,9 @@ CASES = [
     cached(1, 700, 3, heads=6, width=64),
     cached(4, 300, 290, heads=6, width=64, dtype="compute"),
     cached(2, 300, 0),
+    cached(1, 700, 640, width=256),
+    cached(1, 300, 3, heads=6, width=256, dtype="compute"),
+    cached(1, 90, 80, heads=390, width=192),
     cached(40, 200, 110, heads=6),
     holes(20, 300, 70),
     holes(2, 2100, 70),

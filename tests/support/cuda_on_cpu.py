@@ -1,6 +1,7 @@
 """Runs generated CUDA kernels on the CPU: compiled as C++, with a thread for each thread of a block.
 
-For small grids of kernels that use no more of CUDA than common.cuh, warp shuffles and block barriers.
+For small grids of kernels that use no more of CUDA than common.cuh, warp shuffles, block barriers and products of
+tensor cores, which the lanes of a warp compute together as on GPUs before Ampere.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
+from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_runtime import CPUBackend, Operand
+from npu_runtime.backend import Launch
 
 _SHIM = """
 #include <algorithm>
@@ -28,8 +35,8 @@ using std::max, std::min;
 #define __global__
 #define __forceinline__ inline
 #define __shared__ static
-#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
 struct Size { unsigned x, y, z; };
 static thread_local Size threadIdx;
 static Size blockIdx;
@@ -38,12 +45,50 @@ static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4)
 static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 static unsigned long __cvta_generic_to_shared(const void *x) { return (unsigned long)x; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
+static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static unsigned prmt(unsigned a, unsigned b, unsigned selector) {
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++, selector >>= 4) {
+        const unsigned byte = unsigned((((unsigned long long)(b) << 32) | a) >> 8 * (selector & 7)) & 0xff;
+        result |= (selector & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+    }
+    return result;
+}
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) { return prmt(a, b, selector & 0x7777u); }
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static int atomicAdd(int *to, int value) { return __sync_fetch_and_add(to, value); }
 """
 _ASSEMBLY = {
     "cvt.f32.f16": "_Float16 half; std::memcpy(&half, &value, 2); result = float(half);",
     "cvt.rn.f16.f32": "const _Float16 half = _Float16(value); std::memcpy(&result, &half, 2);",
     "ex2.approx": "result = exp2f(a);",
+    "ld.global.nc.L1::no_allocate.v4": "std::memcpy(&words, data, 16);",
 }
+_PERMUTED = r'"prmt.b32 %0, (%\d), (%\d), (%\d);"\s*:\s*"=r"\((\w+)\)\s*:(.*)'
+# sums[16 × 8] += a[16 × 32] · b[32 × 8] of bytes, as `quantized.cuh` declares it for GPUs that lack it.
+_NO_PRODUCT = "void multiply(int (&)[4], const unsigned (&)[4], unsigned, unsigned) {}"
+_PRODUCT = """void multiply(int (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x % WARP;
+    for (int part = 0; part < 4; part++) {
+        for (int half = 0; half < 2; half++) {
+            const unsigned top = __shfl_sync(0xffffffffu, a[2 * half], lane / 4 * 4 + part);
+            const unsigned bottom = __shfl_sync(0xffffffffu, a[2 * half + 1], lane / 4 * 4 + part);
+            for (int column = 0; column < 2; column++) {
+                const unsigned right = __shfl_sync(0xffffffffu, half ? b1 : b0, (lane % 4 * 2 + column) * 4 + part);
+                for (int byte = 0; byte < 4; byte++) {
+                    const int factor = (signed char)(right >> 8 * byte);
+                    sums[column] += (signed char)(top >> 8 * byte) * factor;
+                    sums[2 + column] += (signed char)(bottom >> 8 * byte) * factor;
+                }
+            }
+        }
+    }
+}"""
+_TOGETHER_IF = ("reduce_team", "__syncthreads_or", "warp_first")  # what names kernels whose threads meet
 # For kernels whose threads know nothing of each other: one after the other.
 _ALONE = """
 static void __syncthreads() {}
@@ -66,35 +111,45 @@ _TOGETHER = """
 #include <memory>
 #include <thread>
 #include <vector>
-struct Warp { std::barrier<> turn{32}; unsigned words[32]; };
-static std::unique_ptr<std::barrier<>> everyone;
-static std::vector<std::unique_ptr<Warp>> warps;
-static void __syncthreads() { everyone->arrive_and_wait(); }
+struct CpuWarp { std::barrier<> turn{32}; unsigned long long words[32]; };
+static std::unique_ptr<std::barrier<>> cpu_block;
+static std::vector<std::unique_ptr<CpuWarp>> cpu_warps;
+static void __syncthreads() { cpu_block->arrive_and_wait(); }
 template <typename T> T __shfl_sync(unsigned, T value, int lane) {
-    Warp &warp = *warps[threadIdx.x / 32];
-    std::memcpy(&warp.words[threadIdx.x % 32], &value, 4);
+    static_assert(sizeof(T) <= sizeof(CpuWarp::words[0]));
+    CpuWarp &warp = *cpu_warps[threadIdx.x / 32];
+    std::memcpy(&warp.words[threadIdx.x % 32], &value, sizeof(T));
     warp.turn.arrive_and_wait();
-    std::memcpy(&value, &warp.words[lane], 4);
+    std::memcpy(&value, &warp.words[lane], sizeof(T));
     warp.turn.arrive_and_wait();
     return value;
 }
-template <typename T> T __shfl_xor_sync(unsigned all, T value, int step) {
-    return __shfl_sync(all, value, threadIdx.x % 32 ^ step);
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int step) {
+    return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
+}
+static int cpu_some;
+static int __syncthreads_or(int one) {
+    __syncthreads();
+    cpu_some = 0;
+    __syncthreads();
+    if (one) __atomic_store_n(&cpu_some, 1, __ATOMIC_RELAXED);
+    __syncthreads();
+    return cpu_some;
 }
 """
 _LAUNCH_TOGETHER = """
 extern "C" void launch(void **operands, unsigned blocks, unsigned threads) {
     for (unsigned block = 0; block < blocks; block++) {
         blockIdx = {block, 0, 0};
-        everyone = std::make_unique<std::barrier<>>(threads);
-        warps.clear();
-        for (unsigned i = 0; i < threads; i += 32) warps.push_back(std::make_unique<Warp>());
+        cpu_block = std::make_unique<std::barrier<>>(threads);
+        cpu_warps.clear();
+        for (unsigned i = 0; i < threads; i += 32) cpu_warps.push_back(std::make_unique<CpuWarp>());
         std::vector<std::thread> running;
         for (unsigned i = 0; i < threads; i++) running.emplace_back([=] {
             threadIdx = {i, 0, 0};
             KERNEL_NAME(ARGUMENTS);
-            everyone->arrive_and_drop();
-            warps[i / 32]->turn.arrive_and_drop();
+            cpu_block->arrive_and_drop();
+            cpu_warps[i / 32]->turn.arrive_and_drop();
         });
         for (std::thread &each : running) each.join();
     }
@@ -114,11 +169,36 @@ def run_on_cpu(plan: ExecutionPlan, values: Mapping[str, np.ndarray], folder: Pa
         if name not in memory:
             memory[name] = np.zeros(buffer.alloc_shape, buffer.dtype)
     for call in (*plan.prologue, *plan.calls):
-        _run(call, plan.sources[call.source], memory, folder)
+        views = (*call.inputs, *call.outputs)
+        addresses = [memory[x.buffer].ctypes.data + x.offset * memory[x.buffer].itemsize for x in views]
+        _run(call, plan.sources[call.source], addresses, folder)
     return memory
 
 
-def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: Path) -> None:
+class EmulatedBackend(CPUBackend):
+    """The memory of the CPU device, with the CUDA target's kernels, for `metal_harness.run_case`."""
+
+    def __init__(self, folder: Path, target: CUDACodegenTarget | None = None) -> None:
+        super().__init__()
+        self._folder, self._cuda, self._sources = folder, target or CUDACodegenTarget(), dict[str, str]()
+
+    @property
+    def target(self) -> Any:
+        return self._cuda
+
+    def compile(self, calls: Sequence[KernelCall], sources: Mapping[str, str]) -> None:
+        self._sources |= sources
+
+    def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        addresses = [
+            operand.memory.native_handle.ctypes.data + operand.byte_offset + view.offset * itemsize(view.dtype)
+            for operand, view in ((operand, operand.view) for operand in (*inputs, *outputs))
+        ]
+        return partial(_run, call, self._sources[call.source], addresses, self._folder)
+
+
+def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) -> None:
+    """Run a call whose operands begin at these addresses."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = folder / f"{call.source}.so"
@@ -127,13 +207,14 @@ def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: P
         text = re.sub(r"asm(?: volatile)?\((.*?)\);", _plain, source, flags=re.DOTALL)
         shared = kernel_launch_of(call).shared
         text = re.sub(r"extern (__shared__ .*)\[\];", rf"\1[{shared}];", text)
+        text = text.replace(_NO_PRODUCT, _PRODUCT)
         (declared,) = re.findall(rf'extern "C" __global__ void .*?{call.kernel}\((.*?)\)', text)[-1:] or [""]
         types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         if not declared or len(types) != len(views):  # a template, whose signature is a macro
             (declared,) = re.findall(r"#define WAITING_KERNEL\(name\) .* name\((.*)\)", text)
             types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         arguments = ", ".join(f"({kind} *)operands[{at}]" for at, kind in enumerate(types))
-        alone = re.search(r"__shared__ .*\[", text) is None
+        alone = re.search(r"__shared__ .*\[", text) is None and not any(name in text for name in _TOGETHER_IF)
         launch = (
             (_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER)
             .replace("KERNEL_NAME", call.kernel)
@@ -145,11 +226,16 @@ def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: P
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         assert built.returncode == 0, built.stderr[:4000]
     launch = kernel_launch_of(call)
-    pointers = [memory[view.buffer].ctypes.data + view.offset * memory[view.buffer].itemsize for view in views]
-    operands = (ctypes.c_void_p * len(pointers))(*pointers)
+    operands = (ctypes.c_void_p * len(addresses))(*addresses)
     assert launch.grid[1:] == launch.block[1:] == (1, 1)
     ctypes.CDLL(str(library)).launch(operands, launch.grid[0], launch.block[0])
 
 
 def _plain(match: re.Match[str]) -> str:
+    if permuted := re.fullmatch(
+        r'"prmt.b32 %0, (%\d), (%\d), (%\d);"\s*:\s*"=r"\((\w+)\)\s*:(.*)', match[1], re.DOTALL
+    ):
+        *places, target, given = permuted.groups()
+        operands = [target, *(each.strip()[4:-1] for each in re.split(r',\s*(?="r")', given))]
+        return f"{target} = prmt({', '.join(operands[int(place[1:])] for place in places)});"
     return next((text for name, text in _ASSEMBLY.items() if name in match[1]), ";")

@@ -195,10 +195,14 @@ struct SpanSums {
         }
     }
 
-    __device__ __forceinline__ void add(const Operand &operand, const unsigned (&x)[lane_words]) {
+    // The products of the whole span, or of one of its equal parts.
+    template <int parts = 1>
+    __device__ __forceinline__ void add(const Operand &operand, const unsigned (&x)[lane_words], int part = 0) {
+        constexpr int products = Operand::products / parts;
 #pragma unroll
-        for (int i = 0; i < Operand::products; i++) {
-            multiply(of, operand.of[i], x[2 * i], x[2 * i + 1]);
+        for (int i = 0; i < products; i++) {
+            const int at = part * products + i;
+            multiply(of, operand.of[at], x[2 * at], x[2 * at + 1]);
         }
     }
 
