@@ -23,7 +23,7 @@ constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
 // One row of x is received by the warps that multiply its columns, into registers, so no warp waits for another one's part. The
 // scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
-constexpr bool own_columns = rows == 1 && !direct && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
+constexpr bool own_columns = rows == 1 && !direct && !Base::present && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
     && (!normed || IsBrain<Element>::value);
 constexpr bool staged = !direct && !own_columns;
 constexpr bool scales_sums = own_columns && normed;
@@ -32,7 +32,7 @@ constexpr int x_row = staged ? (packs + line - 1) / line * line * pack : pack;
 struct Scratch {
     alignas(16) Element x[staged ? rows : 1][x_row];
     float sums[2][warps][batch][sum_rows][rows];  // I18
-    float squares[warps];
+    Squares squares;
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
@@ -44,12 +44,12 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
     }
 }
 
-__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Input &input) {
     if constexpr (staged) {
         pad(scratch);
         Pack<Element, pack> values[held] = {};
         const Receiver own;
-        receive_x<false>(grid, own, scratch.squares, x, gain, values);
+        receive_x<false>(grid, own, scratch.squares, input, values);
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
@@ -233,11 +233,10 @@ template <int kept>
 struct KeptColumns : ArrivingColumns<kept> {
     const Source from;
 
-    __device__ __forceinline__ KeptColumns(
-        const Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
-    ) : ArrivingColumns<kept>(Lane()), from{grid, x} {
+    __device__ __forceinline__ KeptColumns(const Grid &grid, Scratch &scratch, const Input &input)
+        : ArrivingColumns<kept>(Lane()), from{grid, input.x} {
         if constexpr (own_columns) {
-            const Gains<kept> gains(*this, gain);
+            const Gains<kept> gains(*this, input.gain);
             back_off();
             this->begin(from, 0);
             this->finish(from, 0);
@@ -247,7 +246,7 @@ struct KeptColumns : ArrivingColumns<kept> {
                 total += __shfl_xor_sync(0xffffffffu, total, 2);
                 total += __shfl_xor_sync(0xffffffffu, total, 16);  // of the other piece
                 if (this_thread() % WARP == 0) {
-                    scratch.squares[this_thread() / WARP] = total;
+                    scratch.squares.of[this_thread() / WARP] = total;
                 }
             }
         } else if constexpr (staged) {
@@ -274,7 +273,7 @@ using HeldColumns = KeptColumns<keeps_all ? packs : line>;
 
 // The norm's scale, where it is a factor of the sums: after a barrier behind `HeldColumns`.
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
-    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+    return scales_sums ? scale_of_norm(scratch.squares.of) : 1.0f;
 }
 
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15
