@@ -1,8 +1,9 @@
 // Phase of a resident kernel that multiplies a few rows of x (up to eight) with a weight [N, K], whose rows arrive through the
-// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
+// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `base`, base + RMSNorm(x) takes the place of x,
+// and is stored as `whole`. With `normed`, x is RMS-normalized. With
 // `from_mailbox`, x is read from the mailbox, and with `to_mailbox` the result goes to the next one as well as to memory. A
 // block writes the results of `batch` units together. While it goes through a weight that `is_long`, more slots may be in
-// flight. What it means: `product` in `resident/twins.py`.
+// flight. What it means: `add_normed`, `rms_norm` and `product` in `resident/twins.py`.
 //
 // A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The columns are divided
 // among the warps, 64 at a time. The order of a product's terms does not matter: a lane takes 16 consecutive bytes.
@@ -10,8 +11,8 @@
 // Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
 // I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
 //      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
-// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gain and bias), and
-//      a residual that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
+// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gains and bias), and
+//      a residual or base that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
