@@ -25,6 +25,7 @@ from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.routing import join_routing
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
+from cuda_compiler.passes.widened_keys import read_unwidened_keys
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
@@ -66,6 +67,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("form_attention", form_attention),
         ("pack_batches", pack_batches),
         ("lay_integers", lay_integers),
+        ("read_unwidened_keys", read_unwidened_keys),
         ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),

@@ -16,6 +16,7 @@ from cuda_compiler.rules.attention import (
     found_memory,
     heads_together,
     suits_tensor_cores,
+    team_memory,
 )
 from cuda_compiler.rules.rotary import by_heads
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
@@ -25,6 +26,7 @@ from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
 _FEW_QUERIES = 8
+_WIDEST = 512  # head dimension whose pairs of packs the lanes of one warp have, to normalize them
 _MIN_TILES = 4  # of keys that a split has, as more splits have more partial sums to exchange
 MOST_CALLS = 8  # a copy, an RMSNorm and a rotary embedding of queries and of keys, a cache update, attention
 _ANGLES_AND_GAINS = ("cos", "sin", "query_gain", "key_gain")
@@ -120,7 +122,8 @@ def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
     rows, tokens = min(rows, BLOCK_ROWS), max(match.tokens, 1)
     width, value_width = match.q.shape[-1], match.v.shape[-1]
     staged = (rows * (width + 32) + tokens * (width + value_width)) * itemsize(match.q.dtype)
-    return staged + WARPS * found_memory(rows, value_width) + 48
+    found = found_memory(rows, width, value_width) + team_memory(rows, width, value_width)
+    return staged + WARPS * found + 48
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
@@ -176,7 +179,8 @@ def _updates(update: KernelCall, k: View, v: View, rows: int) -> bool:
 def _suits_phase(call: KernelCall, q: View, k: View, v: View, new_keys: View | None) -> bool:
     """Whether the phase can compute an attention: few queries, in a dtype and a width of tensor cores."""
     few = _suits_paged(call, q, new_keys) if _is_paged(call) else q.shape[2] <= _FEW_QUERIES
-    return few and suits_tensor_cores(q, k, v) and q.shape[1] % k.shape[1] == 0
+    fits = max(q.shape[-1], v.shape[-1]) <= _WIDEST
+    return few and fits and suits_tensor_cores(q, k, v) and q.shape[1] % k.shape[1] == 0
 
 
 def _find_origins(views: Sequence[View], makers: Mapping[str, KernelCall]) -> list[HeadOrigin] | None:

@@ -31,7 +31,7 @@ _IN_KERNEL = {
     "    grid.end_run();": "    grid.clocks.end_run();",
 }
 _IN_PHASES = {
-    "    const HeldColumns held_columns(grid, scratch, x, gain);": "    grid.clocks.mark(grid.step, 0);",
+    "    const HeldColumns held_columns(grid, scratch, input);": "    grid.clocks.mark(grid.step, 0);",
     "        // After this the sums of the previous batch may be overwritten (I18).": (
         "        grid.clocks.mark(grid.step, 1);"
     ),

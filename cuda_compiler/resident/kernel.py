@@ -18,7 +18,7 @@ from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_ran
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes, memory_words
 from cuda_compiler.resident.phases import Phase
-from cuda_compiler.resident.products import PRODUCTS, fit_slots, product_phase
+from cuda_compiler.resident.products import PRODUCTS, InputNorms, fit_slots, input_norms, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
 from cuda_compiler.rules.gates import with_gate
@@ -141,15 +141,13 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
         more, product, ranks = with_rank_sum(calls, index + 1, first, readers) if reaches_peers else (0, first, 1)
         if not more:
             more, product = _with_gate(plan, index, readers)
-        phase = _PRODUCT_PHASES[product.kernel](plan, product)
+        phase = _PRODUCT_PHASES[product.kernel](plan, product, InputNorms())
         return (1, None) if phase is None else (1 + more, exchanging(phase, ranks))
-    if first.kernel == "rmsnorm_kernel" and index + 1 < len(calls):
-        normalized, following = first.outputs[0], calls[index + 1]
-        alone = readers[normalized.buffer] == 1 and plan.buffers[normalized.buffer].kind == "arena"
-        if following.kernel in _PRODUCT_PHASES and alone and following.inputs[0] == normalized:
-            more, product = _with_gate(plan, index + 1, readers)
-            phase = _PRODUCT_PHASES[product.kernel](plan, product, first)
-            return (2 + more, phase) if phase is not None else (1, None)
+    norms = input_norms(plan, index, readers)
+    if norms.count and calls[index + norms.count].kernel in _PRODUCT_PHASES:
+        more, product = _with_gate(plan, index + norms.count, readers)
+        phase = _PRODUCT_PHASES[product.kernel](plan, product, norms)
+        return (norms.count + 1 + more, phase) if phase is not None else (1, None)
     match = match_attention(calls[index : index + MOST_CALLS], readers)
     return (match.taken, attention_phase(match)) if match is not None else (1, None)
 

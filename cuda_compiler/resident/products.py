@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, THREADS, UNIT_ROWS, WARPS, whole_lines
 from cuda_compiler.resident.phases import IN_FLIGHT, MOST_IN_FLIGHT, Phase, Stream
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
@@ -18,23 +20,86 @@ PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 MAX_ROWS = 8
 _MAX_STAGED_BYTES = 64 * 1024  # of a product's input that a block holds in shared memory
 _MOST_UNITS = 8  # of a batch
-CONSTANT = ("gain", "bias")  # operands that are prefetched
-_NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
+SQUARES_BYTES = 2 * 4 * WARPS  # of the C struct `Squares`
+CONSTANT = ("gain", "base_gain", "bias")  # operands that are prefetched
+_NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0, "base_eps": 0.0, "base_gain_offset": 0.0}
 
 
-def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
-    """The phase of a product of a few rows and of the RMSNorm of its input, if there is one.
+@dataclass(frozen=True)
+class InputNorms:
+    """The calls before a product that make its input, which its phase computes too.
+
+    Attributes:
+        norm: The RMSNorm of the input; None if there is none.
+        added: The RMSNorm of what the phase reads, to which `addition` adds the residual; None if there is none.
+        addition: That addition, whose result is stored, as others may read it.
+    """
+
+    norm: KernelCall | None = None
+    added: KernelCall | None = None
+    addition: KernelCall | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of calls."""
+        return sum(call is not None for call in (self.norm, self.added, self.addition))
+
+
+def input_norms(plan: ExecutionPlan, index: int, readers: Counter[str]) -> InputNorms:
+    """The norms, from the call at `index` on, whose result the call behind them reads; none if there are no such calls.
+
+    Given:  rmsnorm(y) -> n; add(r, n) -> s; rmsnorm(s) -> x; linear(x, w)
+    Result: norm: rmsnorm(s); added: rmsnorm(y); addition: add(r, n)
+
+    Either norm may be missing: the last one, or the first one together with the addition.
+
+    Args:
+        readers: Buffer → how many operands of calls and program outputs read it.
+    """
+    calls = [*plan.calls[index : index + 4], None, None, None, None]
+    first, following = calls[0], calls[1]
+    if first is None or first.kernel != "rmsnorm_kernel" or following is None or not _is_inner(plan, first, readers):
+        return InputNorms()
+    if not _adds(following, first):
+        return InputNorms(first) if following.inputs[0] == first.outputs[0] else InputNorms()
+    whole, norm, product = following.outputs[0].reshape(first.outputs[0].shape), calls[2], calls[3]
+    if whole is None or norm is None:
+        return InputNorms()
+    if norm.kernel == "rmsnorm_kernel" and product is not None and norm.inputs[0] == whole:
+        ends = _is_inner(plan, norm, readers) and product.inputs[0] == norm.outputs[0]
+        return InputNorms(norm, first, following) if ends else InputNorms()
+    return InputNorms(None, first, following) if norm.inputs[0] == whole else InputNorms()
+
+
+def _is_inner(plan: ExecutionPlan, norm: KernelCall, readers: Counter[str]) -> bool:
+    """Whether one call alone reads the result of a norm."""
+    name = norm.outputs[0].buffer
+    return readers[name] == 1 and plan.buffers[name].kind == "arena"
+
+
+def _adds(call: KernelCall, norm: KernelCall) -> bool:
+    """Whether a call adds a norm's result, in its own order, to as many other values of its dtype."""
+    kernel, normal = elementwise_kernel(call), norm.outputs[0]
+    if kernel is None or kernel.op.name != "add" or len(call.inputs) != 2 or call.params.get("alpha", 1) != 1:
+        return False
+    views = (*call.inputs, *call.outputs)
+    alike = all(view.is_contiguous and (view.numel, view.dtype) == (normal.numel, normal.dtype) for view in views)
+    return alike and [view.buffer for view in call.inputs].count(normal.buffer) == 1
+
+
+def product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms) -> Phase | None:
+    """The phase of a product of a few rows and of the norms of its input.
 
     None if the weight cannot be streamed, or the input does not fit in a block.
     """
-    inputs, constants = product_operands(call, norm)
+    inputs, outputs, constants = product_operands(call, norms)
     x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "gated_matmul_vec_kernel"
     pack = 16 // itemsize(weight.dtype)
     row_bytes = k * itemsize(weight.dtype)
-    direct = norm is None and m * row_bytes > _MAX_STAGED_BYTES
+    direct = norms.count == 0 and m * row_bytes > _MAX_STAGED_BYTES
     if (
         not can_receive(inputs, m, k)
         or not (direct or fits_shared(inputs, m, k))
@@ -54,13 +119,13 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     constants["direct"] = direct
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
     x_bytes = 16 if direct else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
-    scratch = x_bytes + 4 * WARPS + sums
+    scratch = x_bytes + SQUARES_BYTES + sums
     return Phase(
         call,
         "resident/product.cu",
         "product",
         inputs,
-        {"out": call.outputs[0]},
+        outputs,
         constants,
         whole_lines(scratch),
         (*CONSTANT, "weight"),
@@ -70,18 +135,25 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
 
 
 def product_operands(
-    call: KernelCall, norm: KernelCall | None
-) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
-    """A product's operands by name, with the input and gain of the RMSNorm before it, and that norm's constants."""
+    call: KernelCall, norms: InputNorms
+) -> tuple[dict[str, View | None], dict[str, View | None], dict[str, bool | int | float]]:
+    """A product's inputs and outputs by name, with those of the norms before it, and the norms' constants."""
     bound = KERNELS[call.kernel].inputs_of(call)
     constants: dict[str, bool | int | float] = dict(_NOT_NORMED)
-    x, gain = bound.pop("x"), None
-    if norm is not None:
+    x, gain, base, base_gain, whole = bound.pop("x"), None, None, None, None
+    assert x is not None
+    rows = x.shape
+    if (norm := norms.norm) is not None:
         x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-        offset = norm.params["weight_offset"]
-        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": offset}
+        constants |= {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": norm.params["weight_offset"]}
+    if (added := norms.added) is not None and norms.addition is not None:
+        x, base_gain = KERNELS[added.kernel].bind(added)[:2]
+        (residual,) = (view for view in norms.addition.inputs if view.buffer != added.outputs[0].buffer)
+        base, whole = residual.reshape(rows), norms.addition.outputs[0].reshape(rows)
+        constants |= {"base_eps": added.params["eps"], "base_gain_offset": added.params["weight_offset"]}
     addends = {name: bound.pop(name, None) for name in ("bias", "residual")}
-    return {"x": x, "gain": gain, **bound, **addends}, constants
+    inputs = {"x": x, "gain": gain, "base": base, "base_gain": base_gain, **bound, **addends}
+    return inputs, {"out": call.outputs[0], "whole": whole}, constants
 
 
 def fits_shared(inputs: dict[str, View | None], m: int, k: int) -> bool:
@@ -93,15 +165,15 @@ def fits_shared(inputs: dict[str, View | None], m: int, k: int) -> bool:
 
 def can_receive(inputs: dict[str, View | None], m: int, k: int) -> bool:
     """Whether a product phase can read the input x [m, k]: it has few rows, made of aligned packs of 16 bytes."""
-    x, gain = inputs["x"], inputs["gain"]
+    x = inputs["x"]
     assert x is not None
     pack = 16 // itemsize(x.dtype)
+    others = (inputs[name] for name in ("gain", "base", "base_gain"))
     return (
         m <= MAX_ROWS
         and x.dtype in HALF_DTYPES
         and k % pack == 0
-        and vector_width(x) >= pack
-        and (gain is None or vector_width(gain) >= pack)
+        and all(view is None or vector_width(view) >= pack for view in (x, *others))
     )
 
 

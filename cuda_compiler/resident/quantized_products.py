@@ -9,6 +9,8 @@ from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THRE
 from cuda_compiler.resident.phases import Phase, Side, Stream
 from cuda_compiler.resident.products import (
     CONSTANT,
+    SQUARES_BYTES,
+    InputNorms,
     can_receive,
     chunk_bytes,
     fits_shared,
@@ -35,13 +37,12 @@ _MOST_UNITS = 8  # of a batch
 _PARTS = ("data", "scales", "offset")
 
 
-def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
-    """The phase of a product of a few rows and a quantized weight; None if the weight cannot be streamed.
+def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms) -> Phase | None:
+    """The phase of a product of a few rows and a quantized weight, and of the norms of its input.
 
-    Args:
-        norm: The RMSNorm of the product's input, which the phase applies too; None for none.
+    None if the weight cannot be streamed.
     """
-    inputs, constants = product_operands(call, norm)
+    inputs, outputs, constants = product_operands(call, norms)
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "quantized_gated_matmul_vec_kernel"
     parts = {name: view for name in _PARTS if (view := inputs[name]) is not None}
@@ -81,9 +82,9 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
         "resident/quantized_product.cu",
         "product",
         inputs,
-        {"out": call.outputs[0]},
+        outputs,
         constants,
-        whole_lines(m * (x_bytes + scale_bytes) + 4 * WARPS + sums),
+        whole_lines(m * (x_bytes + scale_bytes) + SQUARES_BYTES + sums),
         (*CONSTANT, *parts),
         stream=stream,
         streamed=tuple(parts),

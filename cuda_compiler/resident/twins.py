@@ -29,6 +29,13 @@ def rms_norm(x: Array, gain: Array | None, eps: float, gain_offset: float) -> Ar
     return result.astype(x.dtype)
 
 
+def add_normed(base: Array, x: Array, gain: Array | None, eps: float, gain_offset: float) -> Array:
+    """base + RMSNorm(x): the residual after a part of a layer with a norm behind it. Shapes: base, x, result [M, K]."""
+    normal = rms_norm(x, gain, eps, gain_offset)
+    result: Array = (base.astype(np.float32) + normal.astype(np.float32)).astype(x.dtype)
+    return result
+
+
 def product(
     x: Array,
     weight: Array,

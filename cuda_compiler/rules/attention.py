@@ -18,9 +18,11 @@ BLOCK_KEYS = 16
 _FEW_ROWS = 8  # of a tile, which need half the registers of `BLOCK_ROWS`
 _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
+_FILLING_BLOCKS = 2 * MULTIPROCESSORS
 _ENOUGH_BLOCKS = 64  # from here on one block handles all keys of its rows, which saves the combining kernel
-WIDEST_HEAD = 128  # head dimension whose sums fit into a warp's registers
-_WIDEST_OF_FEW = 256  # the same where a problem has at most `_FEW_ROWS` rows, and a multiprocessor one block
+WIDEST_HEAD = 128  # head dimension whose queries, keys and sums fit into a warp's registers
+_MOST_TEAM = 8  # warps that share wider heads
+_WIDEST_TILE = 256  # head dimension of values whose sums of 16 rows alone fit into a warp's registers
 _MIN_BLOCKS = 2  # blocks per multiprocessor; still leaves enough registers per thread
 _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of the result per block of the plain kernel
@@ -91,10 +93,8 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     operands = _Operands(q, k, v, mask, out)
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
-        few = rows <= _FEW_ROWS and max(q.shape[0], k.shape[1]) <= MAX_GRID[1]
-        wide = few and suits_tensor_cores(q, k, v, _WIDEST_OF_FEW) and _fits_split(make, operands)
-        return _split(make, call, operands) if wide else _plain(make, call, operands)
-    if make.gpu.has_warpgroups and q.shape[3] == v.shape[3] > _NARROW:
+        return _plain(make, call, operands)
+    if make.gpu.has_warpgroups and WIDEST_HEAD >= q.shape[3] == v.shape[3] > _NARROW:
         fitting = [
             tile_rows
             for tile_rows, enough in _WARPGROUP_TILES
@@ -102,14 +102,34 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         ]
         if fitting:
             return _by_warpgroups(make, call, operands, _best_rows(operands, fitting, make.gpu))
-    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.gpu.shared_memory]
+    tiles = _fitting_tiles(q.shape[3], v.shape[3], make.gpu)
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
         if fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
-    if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
-        return _tiled(make, call, operands, *tiles[-1][:2])
-    return _split(make, call, operands)
+    fits_grid = max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) <= MAX_GRID[1]
+    if fits_grid and _split_blocks(operands, make.gpu) is not None:
+        return _split(make, call, operands)
+    return _tiled(make, call, operands, *tiles[-1][:2]) if tiles else _plain(make, call, operands)
+
+
+def _fitting_tiles(width: int, value_width: int, gpu: GPU) -> list[tuple[int, int, int]]:
+    """The entries of `_TILES` that fit a GPU's shared memory and, where heads are wide, a warp's registers."""
+    tiles = _TILES if max(width, value_width) <= WIDEST_HEAD else _TILES[-1:]
+    part = min(value_width, _WIDEST_TILE)
+    return [tile for tile in tiles if _tile_memory(width, part, *tile[:2]) <= gpu.shared_memory]
+
+
+def _split_blocks(operands: _Operands, gpu: GPU) -> tuple[int, int] | None:
+    """Warps of a block of the split-K kernels, and stages, that fit the shared memory; None if none do."""
+    width, value_width = operands.k.shape[3], operands.v.shape[3]
+    warps = max(_WARPS, team_warps(width, value_width))
+    stages = range(_STAGES, 0, -1)
+    fits = (
+        count for count in stages if split_memory(operands.rows, width, value_width, warps, count) <= gpu.shared_memory
+    )
+    most = next(fits, None)
+    return None if most is None else (warps, most)
 
 
 def _best_rows(operands: _Operands, fitting: list[int], gpu: GPU) -> int:
@@ -154,10 +174,15 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     rows, value_width, out = operands.rows, operands.v.shape[3], {"out": operands.out}
     row_blocks = groups(rows, BLOCK_ROWS)
     blocks = operands.problems * row_blocks
-    if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
-        warps = min(2 * _WARPS, 1 << (groups(keys, BLOCK_KEYS) - 1).bit_length())
-        if split_memory(rows, width, value_width, warps, 1) > make.gpu.shared_memory:
-            warps = _WARPS
+    shape = _split_blocks(operands, make.gpu)
+    assert shape is not None
+    warps, stages = shape
+    block_keys = warps // team_warps(width, value_width) * BLOCK_KEYS
+    if blocks >= _ENOUGH_BLOCKS or keys <= block_keys:
+        of_keys = team_warps(width, value_width) << (groups(keys, BLOCK_KEYS) - 1).bit_length()
+        most = min(2 * _WARPS, of_keys)
+        if split_memory(rows, width, value_width, most, 1) <= make.gpu.shared_memory:
+            warps = most
         return [
             make.kernel(
                 call,
@@ -171,8 +196,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
                 constants={"stages": 1},
             )
         ]
-    min_blocks = _MIN_BLOCKS if max(width, value_width) <= WIDEST_HEAD else 1
-    splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(min_blocks * MULTIPROCESSORS, blocks))
+    splits = min(groups(keys, block_keys), groups(_FILLING_BLOCKS * _WARPS // warps, blocks))
     parts = _partial_sums(make, call, (batch, kv_heads, rows, splits, value_width))
     split = make.kernel(
         call,
@@ -181,18 +205,12 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         inputs=operands.inputs,
         outputs=parts,
         grid=(splits, kv_heads * row_blocks, batch),
-        block=(_WARPS * WARP, 1, 1),
-        shared=split_memory(rows, width, value_width),
-        constants={"splits": splits, "stages": _STAGES},
-        min_blocks=min_blocks,
+        block=(warps * WARP, 1, 1),
+        shared=split_memory(rows, width, value_width, warps, stages),
+        constants={"splits": splits, "stages": stages},
+        min_blocks=_MIN_BLOCKS * _WARPS // warps,
     )
     return [split, _combine(make, call, parts, operands.out)]
-
-
-def _fits_split(make: Specializer, operands: _Operands) -> bool:
-    """Whether the shared memory of the split-K kernels fits."""
-    memory = split_memory(operands.rows, operands.k.shape[3], operands.v.shape[3])
-    return memory <= make.gpu.shared_memory
 
 
 def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -> dict[str, View]:
@@ -222,23 +240,58 @@ def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
     """The size in bytes of the C union `SplitMemory` in `attention_fragments.cuh`, for all warps of a block."""
-    padded = groups(width, 32) * 32, groups(value_width, 64) * 64
+    team = team_warps(width, value_width)
+    padded = groups(groups(width, 32), team) * 32, groups(groups(value_width, 64), team) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
-    return warps * max(tiles, found_memory(rows, value_width))
+    found = found_memory(rows, width, value_width)
+    return warps * (max(tiles, found) + team_memory(rows, width, value_width))
 
 
-def found_memory(rows: int, value_width: int) -> int:
+def team_warps(width: int, value_width: int) -> int:
+    """Number of warps that share the dimensions of a tile of keys and values: `team` in `attention_fragments.cuh`."""
+    return 1 << (groups(max(width, value_width), WIDEST_HEAD) - 1).bit_length()
+
+
+def found_memory(rows: int, width: int, value_width: int) -> int:
     """The size in bytes of the C struct `Found` in `attention_fragments.cuh`: a warp's partial result."""
-    return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
+    spans = groups(groups(value_width, 64), team_warps(width, value_width))
+    return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * spans * 64)
+
+
+def team_memory(rows: int, width: int, value_width: int) -> int:
+    """The size in bytes of the C struct `TeamScores` there: a warp's parts of the scores of two tiles."""
+    halves = 2 if rows > _FEW_ROWS else 1
+    return 0 if team_warps(width, value_width) == 1 else 2 * WARP * 4 * halves * 4
 
 
 def _tiled(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> list[KernelCall]:
-    """The calls of the tiled kernel: each block computes many rows, and its warps share tiles of keys."""
-    shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
+    """The calls of the tiled kernel: each block computes many rows, and its warps share tiles of keys.
+
+    A call computes as many dimensions of the result as a warp has registers for.
+    """
     calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
-    tiled = make.kernel(
+    width = operands.v.shape[3]
+    slices = [(first, min(first + _WIDEST_TILE, width)) for first in range(0, width, _WIDEST_TILE)]
+    for part in slices:
+        v, out = (view.slice(3, *part) for view in (operands.v, operands.out))
+        tiled = _tiled_part(make, call, replace(operands, v=v, out=out), tile_rows, tile_keys, verdicts)
+        calls.append(replace(tiled, flops=tiled.flops // len(slices), bytes_moved=tiled.bytes_moved // len(slices)))
+    return calls
+
+
+def _tiled_part(
+    make: Specializer,
+    call: KernelCall,
+    operands: _Operands,
+    tile_rows: int,
+    tile_keys: int,
+    verdicts: View | None,
+) -> KernelCall:
+    """The call of the tiled kernel for all dimensions of `operands`."""
+    shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
+    return make.kernel(
         call,
         "attention/attention_tiled.cu",
         function="attention_tiled",
@@ -254,7 +307,6 @@ def _tiled(
         },
         min_blocks=_MIN_BLOCKS,
     )
-    return [*calls, tiled]
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
@@ -321,21 +373,18 @@ def _survey(
 def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:
     """The size in bytes of the C struct `Memory` in `attention_tiled.cu`."""
     key_row, value_row = (2 * (groups(each, 16) * 16 + 8) for each in (width, value_width))
-    held_queries = tile_rows if tile_rows > _TILE_WARPS * BLOCK_ROWS else 1
+    held_queries = tile_rows if tile_rows > _TILE_WARPS * BLOCK_ROWS or width > WIDEST_HEAD else 1
     return 2 * tile_keys * (key_row + value_row) + held_queries * key_row
 
 
-def suits_tensor_cores(q: View, k: View, v: View, widest: int = WIDEST_HEAD) -> bool:
+def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     """Whether tensor cores can compute attention over these views.
 
-    All must have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits the registers.
-
-    Args:
-        widest: The largest such head dimension.
+    All must have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits a block's registers.
     """
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[-1], v.shape[-1])
-    pieces = all(width % 8 == 0 and width <= widest for width in widths)
+    pieces = all(width % 8 == 0 and width <= WIDEST_HEAD * _MOST_TEAM for width in widths)
     return alike and pieces and k.numel > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
 
 
@@ -357,8 +406,11 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         return [_paged_plain(make, call, inputs)]
     sharing = heads_together(heads, k.shape[1])
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
-    together = tokens >= _MANY_TOKENS
-    rows = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS if sharing > _FEW_ROWS else _FEW_ROWS
+    team, many = team_warps(width, value_width), tokens >= _MANY_TOKENS
+    if _sharing_memory(q, v, team, BLOCK_ROWS, _PAGED_STAGES) > make.gpu.shared_memory or team > _WARPS:
+        return [_paged_plain(make, call, inputs)]
+    together = many and team == 1
+    rows = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS if sharing > _FEW_ROWS or many else _FEW_ROWS
     constants = {
         "sharing": sharing,
         "tile_tokens": rows // sharing,
@@ -368,7 +420,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         return [_paged_pieces(make, call, inputs, constants, head_groups)]
     if make.gpu.has_clusters and not together:
         return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
-    splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
+    splits = min(groups(context, _WARPS // team * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     shared = split_memory(BLOCK_ROWS, width, value_width)
     if together or splits == 1:
         return [
@@ -433,7 +485,7 @@ def _paged_tokens(
     """
     q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
     context, tiles = tables.shape[1] * call.params["block_size"], q.shape[0] * head_groups
-    least = 2 if context > _LONG else 1
+    team, least = team_warps(q.shape[2], v.shape[2]), 2 if context > _LONG else 1
 
     def division(warps: int, resident: int) -> tuple[float, int, int, int]:
         """A division of each tile's keys among blocks of `warps` warps, `resident` of them per multiprocessor.
@@ -441,13 +493,13 @@ def _paged_tokens(
         Returns:
             The average number of warps per tile, which ranks divisions; blocks per tile; `warps`; `resident`.
         """
-        splits, most = 1, min(_MOST_SHARERS, groups(context, warps * BLOCK_KEYS))
+        splits, most = 1, min(_MOST_SHARERS, groups(context, warps // team * BLOCK_KEYS))
         while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
             splits *= 2
         return warps * splits / groups(tiles, resident * CLUSTERS[splits]), splits, warps, resident
 
     _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda shape: shape[0])
-    while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
+    while warps > team and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
         make.gpu.shared_memory, resident
     ):
         warps //= 2

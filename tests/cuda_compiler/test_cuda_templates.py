@@ -16,7 +16,7 @@ from pathlib import Path
 import cuda_toolchain
 import pytest
 import torch
-from cuda_cases import LONG_ORDERS, MANY_ROWS, TILED_ATTENTION, WARPGROUP_ATTENTION, cached, linear
+from cuda_cases import LONG_ORDERS, MANY_ROWS, TILED_ATTENTION, WARPGROUP_ATTENTION, WIDE_ATTENTION, cached, linear
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
@@ -120,7 +120,15 @@ def test_registers_suffice(case: Case, tmp_path: Path) -> None:
         (LONG_ORDERS[-1], ["count_digits", "move_by_digit"] * 4),
         (sort_cases.CASES[0], ["argsort_kernel"]),
         (attention_cases.attention("odd", 1, 64, 20), ["attention_plain"]),
-        (attention_cases.attention("wide", 1, 64, 136), ["attention_plain"]),
+        (attention_cases.attention("wide", 1, 64, 136), ["attention_split", "attention_combine"]),
+        (
+            attention_cases.attention("latent", 1, 640, 576, heads=(16, 1), value_width=512),
+            ["attention_split", "attention_combine"],
+        ),
+        (cached(1, 2048, 200, heads=6, width=256), ["attention_split", "attention_combine"]),
+        (cached(512, 2048, 9, width=256), ["attention_survey", "attention_tiled"]),
+        (cached(512, 2048, 9, width=512), ["attention_survey", "attention_tiled", "attention_tiled"]),
+        (attention_cases.attention("too-wide", 1, 64, 1032), ["attention_plain"]),
     ],
 )
 def test_forms(case: Case, wanted: list[str]) -> None:
@@ -170,7 +178,7 @@ def test_equal_geometry_shares_a_source() -> None:
     assert len(make.temporaries) == 4
 
 
-@pytest.mark.parametrize("case", TILED_ATTENTION, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TILED_ATTENTION, *WIDE_ATTENTION], ids=lambda case: case.name)
 def test_many_queries_take_tiles(case: Case) -> None:
     assert names(case, capability=80)[-1] == "attention_tiled"
 

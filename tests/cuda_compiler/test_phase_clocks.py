@@ -42,7 +42,7 @@ def test_clocks_only_add_lines_to_a_source() -> None:
     removed = [line[2:] for line in changes if line.startswith("- ")]
     assert all(line.startswith("constexpr int OPERANDS = ") for line in removed) and len(removed) <= 1
     added = [line[2:] for line in changes if line.startswith("+ ")]
-    products = plain.count("const HeldColumns held_columns(grid, scratch, x, gain);")
+    products = plain.count("const HeldColumns held_columns(grid, scratch, input);")
     attentions = plain.count("        insert_new_rows(key_words, values, prefetched, scratch, key);")
     assert products > 0 and attentions > 0
     for which in (0, 1):

@@ -165,6 +165,20 @@ def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
     return phases
 
 
+def wide_attention(dtype: str, seed: int, queries: int) -> Phases:
+    """Attention as in `normed_attention`, with heads whose dimensions two warps share."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.product(phases.attention(4, 2, queries, 700, 256, 301, splits=4, normed=True), "out", 96)
+    return phases
+
+
+def wider_attention(dtype: str, seed: int, queries: int) -> Phases:
+    """Attention with heads whose dimensions four warps share, the last one fewer of them."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.product(phases.attention(6, 2, queries, 500, 464, 201, splits=8), "out", 96)
+    return phases
+
+
 # Of sequences of different lengths; tokens in a row, in one tile and across its end; the first of a sequence.
 REACHED = [(1, 300), (0, 14), (0, 15), (0, 16), (3, 1999), (2, 0), (1, 301), (4, 700)]
 
@@ -181,6 +195,27 @@ def normed_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.paged_attention(40, 2, REACHED[:tokens], 80, splits=8, block_size=32, normed=True)
     phases.product(h, "out", 96)
+    return phases
+
+
+def wide_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
+    """Paged attention with heads whose dimensions two warps share."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.paged_attention(4, 2, REACHED[:tokens], 256, splits=8, normed=True)
+    phases.product(h, "out", 96)
+    return phases
+
+
+def products_between_norms(dtype: str, seed: int, rows: int) -> Phases:
+    """Products whose results are normalized and added to the residual, with and without the RMSNorm of the next one."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    x = phases.operand("x", rows, 320)
+    h = phases.product(phases.operand("attended", rows, 256), "first", 320)
+    h = phases.product(h, "up", 640, "gelu_tanh", normed=True, base=x)
+    h = phases.product(h, "down", 320)
+    whole = next(view for call in phases.calls for view in call.outputs if view.buffer == "up.whole")
+    h = phases.product(h, "second", 320, base=whole)
+    phases.product(h, "end", 700, normed=True, base=phases.operand("other", rows, 320))
     return phases
 
 
@@ -215,6 +250,7 @@ def products_in_few_bits(dtype: str, seed: int, rows: int, format: QuantizedForm
     if rows == 1:
         h = phases.product(h, "gated", 336, "silu", normed=True, gated=True, bias=True, format=format)
         h = phases.product(h, "dense", 192, residual=True)
+    h = phases.product(h, "between", 192, normed=True, format=format, base=phases.operand("base", *h.shape))
     h = phases.product(h, "long", 3008, "relu", format=format)
     phases.product(h, "second", 1600, bias=True, residual=True, format=format)
     return phases
@@ -225,7 +261,11 @@ PHASES_IN_16_BITS = {
     "long products": long_products,
     "attention": attention,
     "normed attention": normed_attention,
+    "wide attention": wide_attention,
+    "wider attention": wider_attention,
     "paged attention": paged_attention,
+    "wide paged attention": wide_paged_attention,
+    "products between norms": products_between_norms,
     "normed paged attention": normed_paged_attention,
 }
 PHASES: dict[str, Callable[[str, int, int], Phases]] = {

@@ -66,6 +66,11 @@ PAGED = [
         "prompt-and-decode", [(n * 13, 1) for n in range(40)] + [(100, 230)], 128, heads=(8, 2), atol=1e-3
     ),
     attention_cases.paged("prompt-in-blocks-of-eight", [(70, 260)], 64, heads=(4, 4), block_size=8, atol=1e-3),
+    attention_cases.paged("decode-256", [(700, 1), (33, 1), (1200, 1)], 256, heads=(8, 4)),
+    attention_cases.paged("decode-512", [(700, 1), (33, 1)], 512, heads=(8, 1)),
+    attention_cases.paged("drafts-192", [(700, 8), (90, 8)], 192, heads=(9, 3), value_width=128),
+    attention_cases.paged("prompt-256", [(0, 300)], 256, heads=(8, 4), atol=1e-3),
+    attention_cases.paged("prompt-piece-320", [(517, 256)], 320, heads=(4, 2), atol=1e-3),
     attention_cases.paged("prompt-and-padding", [(0, 200)], 96, heads=(4, 1), spare=60, atol=1e-3),
 ]
 
@@ -147,6 +152,16 @@ TILED_ATTENTION = [
         for dtype in ("compute", "float32")
         for values in attention_cases.LOWEST_MASKS
     ),
+]
+
+
+# Heads that are too wide for warpgroups, and for tiles on GPUs with little shared memory.
+WIDE_ATTENTION = [
+    tiled("width-256", 70, 150, 256, mask=shared_mask(70, 150, "bool", None)),
+    tiled("width-256-causal", 150, 150, 256, heads=(96, 48), causal=True),
+    tiled("width-192-values-128", 70, 150, 192, value_width=128),
+    tiled("width-512", 66, 100, 512, heads=(96, 24), causal=True),
+    tiled("values-wider-than-a-tile", 66, 100, 40, heads=(96, 96), value_width=328),
 ]
 
 
@@ -343,10 +358,17 @@ CASES = [
     cached(1, 700, 640, width=256),
     cached(1, 300, 3, heads=6, width=256, dtype="compute"),
     cached(1, 90, 80, heads=390, width=192),
+    cached(4, 700, 640, width=256),
+    cached(1, 700, 640, heads=8, width=512),
+    cached(3, 300, 290, heads=16, width=136, dtype="compute"),
+    attention_cases.attention("latent", 1, 300, 576, heads=(16, 1), value_width=512),
+    attention_cases.attention("narrow-queries", 2, 300, 64, heads=(6, 3), value_width=256),
+    attention_cases.attention("batches-of-few-wide-queries", 1, 200, 256, heads=(8, 2), batch=40),
     cached(40, 200, 110, heads=6),
     holes(20, 300, 70),
     holes(2, 2100, 70),
     *TILED_ATTENTION,
+    *WIDE_ATTENTION,
     *WARPGROUP_ATTENTION,
     *UNREAD,
     *(

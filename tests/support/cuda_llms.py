@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from traces import traced
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
@@ -55,6 +55,14 @@ CONFIGS = {
         LlamaConfig, hidden_size=1280, intermediate_size=4000, num_attention_heads=8, num_hidden_layers=1
     ),
     "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
+    # Heads whose dimensions two warps share, norms behind the parts of a layer, and windows.
+    "gemma3": config(
+        Gemma3TextConfig,
+        head_dim=256,
+        num_attention_heads=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "qwen2": config(Qwen2Config),
     "qwen3": config(Qwen3Config),
     "qwen3 of odd sizes": config(

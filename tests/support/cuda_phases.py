@@ -62,20 +62,25 @@ class Phases:
         bias: bool = False,
         residual: bool = False,
         format: QuantizedFormat | None = None,
+        base: View | None = None,
     ) -> View:
         """Appends a product of x [M, K], with the RMSNorm before it, and returns its result [M, N].
 
         Args:
+            base: What is added to the RMSNorm of x before all this, [M, K]; the sum is an output, f"{name}.whole".
             format: Format of the weight, where it is in few bits.
         """
         m, k = x.shape
-        value = self.expected.get(x.buffer, self.data[x.buffer]).reshape(m, k)
+        if base is not None:
+            added = self._normed(x, f"{name}.added")
+            whole = self.operand(f"{name}.whole", m, k, kind="output", values=np.full((m, k), np.nan))
+            self.call("add_kernel", [base, added], [whole], scalars=[None, None], alpha=1)
+            gain = self.data[f"{name}.added.gain"]
+            self.expected[whole.buffer] = twins.add_normed(self._value(base), self._value(x), gain, 1e-5, 1.0)
+            x = whole
         if normed:
-            gain = self.operand(f"{name}.gain", k, kind="weight")
-            normal = self.operand(f"{name}.normal", m, k, kind="arena")
-            self.call("rmsnorm_kernel", [x, gain], [normal], rows=m, width=k, eps=1e-5, weight_offset=1.0, has_weight=1)
-            value = self.expected[normal.buffer] = twins.rms_norm(value, self.data[gain.buffer], 1e-5, 1.0)
-            x = normal
+            x = self._normed(x, name)
+        value = self._value(x)
         rows = 2 * n if gated else n
         drawn = self.rng.standard_normal((rows, k)) / k**0.5
         weight, dense, params = self._weight(f"{name}.weight", drawn, format)
@@ -95,6 +100,19 @@ class Phases:
         twin = twins.gated_product if gated else twins.product
         self.expected[name] = twin(value, dense, _activate(activation), **options)
         return out
+
+    def _value(self, view: View) -> Array:
+        """Return what a whole buffer holds after the calls so far."""
+        return np.asarray(self.expected.get(view.buffer, self.data[view.buffer]).reshape(view.shape))
+
+    def _normed(self, x: View, name: str) -> View:
+        """Appends the RMSNorm of x [M, K]."""
+        m, k = x.shape
+        gain = self.operand(f"{name}.gain", k, kind="weight")
+        normal = self.operand(f"{name}.normal", m, k, kind="arena")
+        self.call("rmsnorm_kernel", [x, gain], [normal], rows=m, width=k, eps=1e-5, weight_offset=1.0, has_weight=1)
+        self.expected[normal.buffer] = twins.rms_norm(self._value(x), self.data[gain.buffer], 1e-5, 1.0)
+        return normal
 
     def _weight(
         self, name: str, drawn: Array, format: QuantizedFormat | None

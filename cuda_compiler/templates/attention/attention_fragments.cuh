@@ -5,12 +5,101 @@
 //
 // A product does not mind in which order its terms come. So a lane's operands are 16 bytes side by side in memory: of
 // queries and keys dimensions 8p to 8p + 7 of each 32 (`chunks`), of values dimensions 8g to 8g + 7 of each 64 (`spans`).
+//
+// Heads too wide for a warp's registers are divided among the warps of a team: each has `chunks` chunks and `spans` spans, and all
+// add up their parts of the scores, so that they have the same weights. A wide block is as many teams as a narrow one is warps.
+//
+// Invariant
+// T1. A warp leaves its parts of the scores of a team's tiles in two places, in turns, and its team's barrier is between that and
+//     the others' reading. So a place is free again when the warp has passed the next tile's barrier. All warps of a team multiply
+//     the same tiles in the same order.
 
 constexpr int block_keys = 16;
-constexpr int chunks = (width + 31) / 32;
-constexpr int spans = (value_width + 63) / 64;
+constexpr int most_chunks = 4;  // that a warp has registers for
+constexpr int most_spans = 2;
+
+// The smallest power of two that is not below a number.
+__device__ __forceinline__ constexpr int power_of_2_from(int number) {
+    int power = 1;
+    while (power < number) {
+        power *= 2;
+    }
+    return power;
+}
+
+constexpr int all_chunks = (width + 31) / 32;
+constexpr int all_spans = (value_width + 63) / 64;
+constexpr int team = power_of_2_from(
+    larger((all_chunks + most_chunks - 1) / most_chunks, (all_spans + most_spans - 1) / most_spans)
+);  // warps
+constexpr int chunks = (all_chunks + team - 1) / team;
+constexpr int spans = (all_spans + team - 1) / team;
 constexpr int held_rows = rows < block_rows ? rows : block_rows;
 constexpr int halves = held_rows > 8 ? 2 : 1;  // of a fragment's rows that are in use
+
+// The number of this thread's warp in its team, and where the warp's dimensions begin, in pieces of eight.
+__device__ __forceinline__ int team_member() { return team == 1 ? 0 : int(threadIdx.x) / WARP % team; }
+__device__ __forceinline__ int first_key_piece() { return team_member() * chunks * 4; }
+__device__ __forceinline__ int first_value_piece() { return team_member() * spans * 8; }
+
+// A warp's parts of the scores of a tile, as its lanes have them (T1).
+template <int team>
+struct TeamScores {
+    alignas(16) float of[2][WARP][4 * halves];
+};
+template <>
+struct TeamScores<1> {};
+
+// What connects a warp with its team.
+template <int team>
+struct Team {
+    TeamScores<team> *first;  // of the team's first warp
+    unsigned step;  // bytes from one warp's to the next one's
+    int turn = 0;
+
+    template <typename Memory>
+    __device__ __forceinline__ explicit Team(Memory *memory)
+        : first(memory + threadIdx.x / WARP / team * team), step(sizeof(Memory)) {}
+
+    // Adds the parts of all warps, in the same order in each.
+    __device__ __forceinline__ void add_up(float (&scores)[2][4]) {
+        const int lane = threadIdx.x % WARP;
+        float(&own)[4 * halves] = part(team_member()).of[turn][lane];
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+#pragma unroll
+            for (int half = 0; half < halves; half++) {
+                own[2 * halves * tile + 2 * half] = scores[tile][2 * half];
+                own[2 * halves * tile + 2 * half + 1] = scores[tile][2 * half + 1];
+            }
+        }
+        asm volatile("bar.sync %0, %1;" :: "r"(2 + int(threadIdx.x) / (WARP * team)), "n"(WARP * team) : "memory");
+        float sums[4 * halves] = {};
+#pragma unroll
+        for (int member = 0; member < team; member++) {
+#pragma unroll
+            for (int i = 0; i < 4 * halves; i++) {
+                sums[i] += part(member).of[turn][lane][i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * halves; i++) {
+            scores[i / (2 * halves)][i % (2 * halves)] = sums[i];
+        }
+        turn ^= 1;
+    }
+
+    __device__ __forceinline__ TeamScores<team> &part(int member) const {
+        return *reinterpret_cast<TeamScores<team> *>(reinterpret_cast<char *>(first) + member * step);
+    }
+};
+template <>
+struct Team<1> {
+    template <typename Memory>
+    __device__ __forceinline__ explicit Team(Memory *) {}
+
+    __device__ __forceinline__ void add_up(float (&)[2][4]) {}
+};
 
 // Two weights as 16-bit values and what these lack, so that no precision is lost: both parts are multiplied. A weight
 // that is not 0 has two parts that are not, or its product with an infinite value would be NaN.
@@ -47,7 +136,7 @@ struct KeyWords {
         for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
             for (int chunk = 0; chunk < chunks; chunk++) {
-                visit(of[tile][chunk], 8 * tile + lane / 4, 4 * chunk + lane % 4);
+                visit(of[tile][chunk], 8 * tile + lane / 4, first_key_piece() + 4 * chunk + lane % 4);
             }
         }
     }
@@ -64,13 +153,14 @@ struct ValueWords {
         for (int span = 0; span < spans; span++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                visit(of[span][i], lane % 4 * 2 + i % 2 + i / 2 * 8, 8 * span + lane / 4);
+                visit(of[span][i], lane % 4 * 2 + i % 2 + i / 2 * 8, first_value_piece() + 8 * span + lane / 4);
             }
         }
     }
 };
 
-// 16 keys and their values. Pieces of 16 bytes are shuffled so that lanes that read at a time meet different banks.
+// A warp's dimensions of 16 keys and of their values. Pieces of 16 bytes are shuffled so that lanes that read at a time meet
+// different banks.
 struct alignas(16) KeyTile {
     Half k[block_keys * chunks * 32];
     Half v[block_keys * spans * 64];
@@ -92,33 +182,36 @@ struct alignas(16) KeyTile {
         for (int i = 0; i < block_keys * chunks * 4; i += WARP) {
             const int key = (i + lane) / (chunks * 4);
             const int piece = (i + lane) % (chunks * 4);
-            const bool inside = pool.has(first + key) && piece * 8 < width;
-            copy_words(k + k_place(key, piece), pool.k_row(inside ? first + key : first) + (inside ? piece * 8 : 0), inside);
+            const int dim = (first_key_piece() + piece) * 8;
+            const bool inside = pool.has(first + key) && dim < width;
+            copy_words(k + k_place(key, piece), pool.k_row(inside ? first + key : first) + (inside ? dim : 0), inside);
         }
 #pragma unroll
         for (int i = 0; i < block_keys * spans * 8; i += WARP) {
             const int key = (i + lane) / (spans * 8);
             const int piece = (i + lane) % (spans * 8);
-            const bool inside = pool.has(first + key) && piece * 8 < value_width;
-            copy_words(v + v_place(key, piece), pool.v_row(inside ? first + key : first) + (inside ? piece * 8 : 0), inside);
+            const int dim = (first_value_piece() + piece) * 8;
+            const bool inside = pool.has(first + key) && dim < value_width;
+            copy_words(v + v_place(key, piece), pool.v_row(inside ? first + key : first) + (inside ? dim : 0), inside);
         }
     }
 
     // Whether head dimensions fill their places, so that every piece of a key that exists does.
-    static constexpr bool filled = width == chunks * 32 && value_width == spans * 64 && WARP % (chunks * 4) == 0;
+    static constexpr bool filled
+        = width == team * chunks * 32 && value_width == team * spans * 64 && WARP % (chunks * 4) == 0;
 
     // `copy` where that is so and all 16 keys exist, `k_step` and `v_step` elements apart: nothing is to be checked.
     template <index_t k_step, index_t v_step>
     __device__ __forceinline__ void copy_all(const Half *k_start, const Half *v_start) {
         const int lane = threadIdx.x % WARP;
         constexpr int k_pieces = chunks * 4;
-        k_start += lane / k_pieces * k_step + lane % k_pieces * 8;
+        k_start += lane / k_pieces * k_step + (first_key_piece() + lane % k_pieces) * 8;
 #pragma unroll
         for (int i = 0; i < block_keys; i += WARP / k_pieces) {
             copy_words(k + k_place(i + lane / k_pieces, lane % k_pieces), k_start + i * k_step, true);
         }
         constexpr int v_pieces = spans * 8;
-        v_start += lane / v_pieces * v_step + lane % v_pieces * 8;
+        v_start += lane / v_pieces * v_step + (first_value_piece() + lane % v_pieces) * 8;
 #pragma unroll
         for (int i = 0; i < block_keys; i += WARP / v_pieces) {
             copy_words(v + v_place(i + lane / v_pieces, lane % v_pieces), v_start + i * v_step, true);
@@ -127,13 +220,13 @@ struct alignas(16) KeyTile {
 
     __device__ __forceinline__ void read(KeyWords &to) const {
         to.each([&](Words &words, int key, int piece) {
-            words = *reinterpret_cast<const Words *>(k + k_place(key, piece));
+            words = *reinterpret_cast<const Words *>(k + k_place(key, piece - first_key_piece()));
         });
     }
 
     __device__ __forceinline__ void read(ValueWords &to) const {
         to.each([&](Words &words, int key, int piece) {
-            words = *reinterpret_cast<const Words *>(v + v_place(key, piece));
+            words = *reinterpret_cast<const Words *>(v + v_place(key, piece - first_value_piece()));
         });
     }
 };
@@ -143,7 +236,7 @@ struct Weights {
     float shrink[halves];  // of what was found before
 };
 
-// What a warp has found in the end: a row's maximum, total and sums. Pieces of 16 bytes are shuffled so that lanes that
+// What a warp has found in the end: a row's maximum, total and the sums of the warp's dimensions. Pieces of 16 bytes are shuffled so that lanes that
 // access them at a time meet different banks.
 struct alignas(16) Found {
     float largest[block_rows];
@@ -156,21 +249,23 @@ struct alignas(16) Found {
     }
 };
 
-// What a warp knows of its 16 rows after some keys.
+// What a warp knows of its 16 rows after some keys. `memory` is the warps' in shared memory.
 struct State {
+    Team<team> own_team;
     Words q[halves][chunks];  // rows g and g + 8
     float largest[halves];
     float total[halves];  // of this lane's keys
     float sums[spans][8][4];
 
-    __device__ __forceinline__ void start(const Problem &problem, int first_row) {
+    template <typename Memory>
+    __device__ __forceinline__ State(const Problem &problem, int first_row, Memory *memory) : own_team(memory) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int half = 0; half < halves; half++) {
             const int row = first_row + 8 * half + lane / 4;
 #pragma unroll
             for (int chunk = 0; chunk < chunks; chunk++) {
-                const int dim = 32 * chunk + lane % 4 * 8;
+                const int dim = 32 * chunk + (first_key_piece() + lane % 4) * 8;
                 const bool inside = row < rows && dim < width;
                 q[half][chunk] = load_words(problem.q_row(inside ? row : 0) + (inside ? dim : 0), inside);
             }
@@ -209,8 +304,8 @@ struct State {
         }
     }
 
-    // Scaled products of queries and keys.
-    __device__ __forceinline__ void multiply_keys(const KeyWords &key_words, float (&scores)[2][4]) const {
+    // Scaled products of queries and keys, of all of a team's dimensions.
+    __device__ __forceinline__ void multiply_keys(const KeyWords &key_words, float (&scores)[2][4]) {
         // Two sums for each score: a product waits for the one before it.
         float products[2][2][4] = {};
 #pragma unroll
@@ -232,6 +327,7 @@ struct State {
                 scores[tile][i] = (products[0][tile][i] + products[1][tile][i]) * param::scale;
             }
         }
+        own_team.add_up(scores);
     }
 
     __device__ __forceinline__ Weights weigh_scores(float (&scores)[2][4]) {
@@ -306,7 +402,7 @@ struct State {
         }
     }
 
-    // Dimension 64 · span + 16 · p + i of this lane's row.
+    // Dimension 64 · span + 16 · p + i of this lane's row, among the warp's.
     __device__ __forceinline__ float sum_at(int half, int span, int i) const {
         const float(&found)[4] = sums[span][i % 8];
         return halves == 1 ? found[i / 8] + found[2 + i / 8] : found[2 * half + i / 8];
@@ -337,13 +433,14 @@ struct State {
     }
 };
 
-// Puts together what the first `used` warps of a block left, and hands it to finish(problem, row, dim, maximum, total, sums of
+// Puts together what the first `used` teams of a block left, and hands it to finish(problem, row, dim, maximum, total, sums of
 // dimensions dim to dim + 3), neighbours side by side.
 template <int used, int warps, typename Memory, typename Finish>
 __device__ __forceinline__ void combine_found(
     const Problem &problem, int first_row, Memory (&memory)[warps], Finish finish
 ) {
     constexpr int pieces = value_width / 4;
+    constexpr int own_pieces = spans * 16;  // of a warp
     for (int i = threadIdx.x; i < held_rows * pieces; i += warps * WARP) {
         const int row = i / pieces;
         const int piece = i % pieces;
@@ -352,17 +449,17 @@ __device__ __forceinline__ void combine_found(
         }
         float largest = -FLOAT_MAX;
 #pragma unroll
-        for (int warp = 0; warp < used; warp++) {
-            largest = fmaxf(largest, memory[warp].found.largest[row]);
+        for (int other = 0; other < used; other++) {
+            largest = fmaxf(largest, memory[other * team].found.largest[row]);
         }
         float total = 0.0f;
         float sums[4] = {};
 #pragma unroll
-        for (int warp = 0; warp < used; warp++) {
-            Found &found = memory[warp].found;
+        for (int other = 0; other < used; other++) {
+            Found &found = memory[other * team + piece / own_pieces].found;
             const float weight = State::exponential(found.largest[row] - largest);
             float part[4];
-            load_floats(part, found.place(row, piece));
+            load_floats(part, found.place(row, piece % own_pieces));
             total = fmaf(weight, found.total[row], total);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -373,29 +470,33 @@ __device__ __forceinline__ void combine_found(
     }
 }
 
-// The same for what the warps of a block have found, of which none behind the first `used` has found anything.
+// The same for what the warps of a block have found, of whose teams none behind the first `used` has found anything.
 // `memory[warp].found` is a warp's own.
 template <int warps, typename Memory, typename Finish>
 __device__ __forceinline__ void combine_warps(
-    const Problem &problem, int first_row, State &state, Memory (&memory)[warps], Finish finish, int used = warps
+    const Problem &problem, int first_row, State &state, Memory (&memory)[warps], Finish finish, int used = warps / team
 ) {
+    static_assert(warps % team == 0, "");
+    constexpr int teams = warps / team;
     state.leave(memory[threadIdx.x / WARP].found);
     sync_block();
     // Loops of known length have all that they read on its way at a time.
     if (used <= 1) {
         combine_found<1>(problem, first_row, memory, finish);
     } else if (used <= 2) {
-        combine_found<smaller(2, warps)>(problem, first_row, memory, finish);
+        combine_found<smaller(2, teams)>(problem, first_row, memory, finish);
     } else if (used <= 4) {
-        combine_found<smaller(4, warps)>(problem, first_row, memory, finish);
+        combine_found<smaller(4, teams)>(problem, first_row, memory, finish);
     } else {
-        combine_found<warps>(problem, first_row, memory, finish);
+        combine_found<teams>(problem, first_row, memory, finish);
     }
 }
 
 // What a warp has in shared memory while it is in `split_keys`, with `stages` tiles of keys.
 template <int stages>
-union SplitMemory {
-    KeyTile tiles[stages];
-    Found found;
+struct SplitMemory : TeamScores<team> {
+    union {
+        KeyTile tiles[stages];
+        Found found;
+    };
 };

@@ -1,7 +1,7 @@
 #include "attention/attention.cuh"
 #include "attention/attention_fragments.cuh"
 
-// Attention of few queries: every warp of a GPU takes tiles of 16 keys of its own, in turns, so that all have work
+// Attention of few queries: every warp of a GPU, or team of warps, takes tiles of 16 keys of its own, in turns, so that all have work
 // wherever in a cache the attended keys are. `split_keys` is the part of one block, `combine_splits` (in another file)
 // puts the parts together.
 
@@ -97,7 +97,8 @@ __device__ __forceinline__ void split_keys(
 ) {
     const int warp = threadIdx.x / WARP;
     KeyTile(&tiles)[stages] = memory[warp].tiles;
-    Turns turns(problem, first_row, split * warps + warp, splits * warps);
+    constexpr int teams = warps / team;
+    Turns turns(problem, first_row, split * teams + warp / team, splits * teams);
     int key = turns.next();
     if (key < keys) {
         tiles[0].copy(problem, key);
@@ -105,8 +106,7 @@ __device__ __forceinline__ void split_keys(
     end_of_copies();
     float bias[2][2 * halves];
     fragment_biases(problem, first_row, key, bias);
-    State state;
-    state.start(problem, first_row);
+    State state(problem, first_row, memory);
     int turn = 0;
     while (key < keys) {
         const int next = turns.next();

@@ -7,6 +7,7 @@
 constexpr int warps = THREADS / WARP;
 constexpr int row_tiles = tile_rows / (warps * block_rows);  // of 16 rows, for each warp
 constexpr int steps = (width + 15) / 16;
+constexpr bool shares_queries = row_tiles > 1 || width > 128;  // registers do not suffice for them
 
 // Rows are an odd multiple of 16 bytes apart, so that those of a matrix lie in different banks.
 struct alignas(16) Stage {
@@ -16,7 +17,7 @@ struct alignas(16) Stage {
 
 struct alignas(16) Memory {
     Stage stages[2];
-    Half q[row_tiles > 1 ? tile_rows : 1][steps * 16 + 8];  // where registers do not suffice for them
+    Half q[shares_queries ? tile_rows : 1][steps * 16 + 8];
 };
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -73,13 +74,13 @@ __device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], unsigned 
 
 // The queries of a warp as fragments: in registers, or in shared memory for the sake of registers.
 struct Queries {
-    unsigned held[row_tiles > 1 ? 1 : steps][4];
+    unsigned held[shares_queries ? 1 : steps][4];
     unsigned address;
 
     __device__ __forceinline__ void start(const Problem &problem, int block_row, Memory &memory) {
         const int lane = threadIdx.x % WARP;
         const int warp_row = int(threadIdx.x) / WARP * row_tiles * block_rows;
-        if constexpr (row_tiles > 1) {
+        if constexpr (shares_queries) {
             for (int i = threadIdx.x; i < tile_rows * steps * 2; i += THREADS) {
                 const int row = i / (steps * 2);
                 const int dim = i % (steps * 2) * 8;
@@ -106,7 +107,7 @@ struct Queries {
     }
 
     __device__ __forceinline__ void load(unsigned (&left)[4], int tile, int step) const {
-        if constexpr (row_tiles > 1) {
+        if constexpr (shares_queries) {
             load_matrices<false>(left, address + unsigned(sizeof(Memory::q[0]) * block_rows * tile + 32 * step));
         } else {
 #pragma unroll

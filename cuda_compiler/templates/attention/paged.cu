@@ -54,7 +54,7 @@ __device__ __forceinline__ bool is_being_written(const Written::type *written, i
     return __any_sync(0xffffffffu, found);
 }
 
-// Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. While a
+// Block `split` of `splits` attends to its part of the keys: each of its teams to every (splits · teams)-th tile of 16. While a
 // tile is multiplied, the next `stages` - 1 are copied, and the block of the pool of the one behind them is looked up.
 //
 // Where the rows are known that the kernel before writes, the first tiles without any are copied while it still runs.
@@ -64,9 +64,10 @@ __device__ __forceinline__ void attend_blocks(
     Finish finish
 ) {
     const int warp = threadIdx.x / WARP;
-    const int step = splits * warps * block_keys;
+    constexpr int teams = warps / team;
+    const int step = splits * teams * block_keys;
     KeyTile(&tiles)[stages] = memory[warp].tiles;
-    int key = (split * warps + warp) * block_keys;
+    int key = (split * teams + warp / team) * block_keys;
     int first_rows[stages];  // of the pool's blocks with the first tiles
     bool is_copied[stages] = {};
 #pragma unroll
@@ -93,8 +94,7 @@ __device__ __forceinline__ void attend_blocks(
         end_of_copies();
     }
     int block_row = first_rows[stages - 1];
-    State state;
-    state.start(problem, 0);
+    State state(problem, 0, memory);
     int turn = 0;
     for (; problem.has(key); key += step) {
         const int ahead = key + (stages - 1) * step;
@@ -126,7 +126,7 @@ template <int warps, int stages, typename Finish>
 __device__ __forceinline__ void attend_together(
     const Problem &problem, int split, int splits, SplitMemory<stages> (&memory)[warps], Finish finish
 ) {
-    static_assert(stages == 2, "");
+    static_assert(stages == 2 && team == 1, "");
     const int warp = threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     const int first_row = warp * block_rows;
@@ -141,8 +141,7 @@ __device__ __forceinline__ void attend_together(
         own += step;
     };
     copy(0);
-    State state;
-    state.start(problem, first_row);
+    State state(problem, first_row, memory);
     const int row_end = smaller(first_row + block_rows, problem.count * sharing);
     const int reach = row_end > first_row ? problem.reach(row_end - 1) : 0;  // of this warp's rows
     int stage = 0;

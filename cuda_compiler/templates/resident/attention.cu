@@ -75,7 +75,7 @@ __device__ __forceinline__ index_t result_place(int number, int row) {
 #include "resident/new_rows.cuh"
 #include "resident/partials.cuh"
 
-// The first two tiles of keys that a computing warp attends to, and the state of `Turns` after these. The tiles are in the L2
+// The first two tiles of keys that a team of computing warps attends to, and the state of `Turns` after these. The tiles are in the L2
 // cache, or on their way there.
 struct FirstTiles {
     int key;  // the first tile's first key
@@ -88,16 +88,16 @@ struct FirstTiles {
 
 struct Prefetched {
     SmallOperands small;
-    FirstTiles first_tiles[warps];
+    FirstTiles first_tiles[teams];
 };
 static_assert(sizeof(Prefetched) <= PREFETCHED_BYTES, "the memory of what is prefetched is the largest phase's");
 
-// The number of a block's first warps after which no warp has keys that are attended to.
-__device__ __forceinline__ int warps_with_keys(const Prefetched &prefetched) {
+// The number of a block's first teams after which no team has keys that are attended to.
+__device__ __forceinline__ int teams_with_keys(const Prefetched &prefetched) {
     int count = 0;
 #pragma unroll
-    for (int warp = 0; warp < warps; warp++) {
-        count = prefetched.first_tiles[warp].key < keys ? warp + 1 : count;
+    for (int number = 0; number < teams; number++) {
+        count = prefetched.first_tiles[number].key < keys ? number + 1 : count;
     }
     return count;
 }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load(ValueWords &values, const Problem &problem,
     load(values, problem.v, V::stride(2), first, value_width);
 }
 
-// Finds each computing warp's first tiles by the mask and prefetches them into the L2 cache; the step itself can still change
+// Finds the first tiles of each team of computing warps by the mask and prefetches them into the L2 cache; the step itself can still change
 // a new row of them (I6). By warp `part` of `parts`.
 __device__ __forceinline__ void prefetch_item(
     Prefetched &prefetched, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
@@ -168,14 +168,14 @@ __device__ __forceinline__ void prefetch_item(
     const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
     const int lane = threadIdx.x % WARP;
 #pragma unroll 1
-    for (int warp = part; warp < warps; warp += parts) {
-        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+    for (int number = part; number < teams; number += parts) {
+        Turns turns(problem, item.first_row, number * splits + item.split, splits * teams);
         const int key = turns.next();
         const int next = turns.next();
         prefetch_tile(problem, key);
         prefetch_tile(problem, next);
         if (lane == 0) {
-            prefetched.first_tiles[warp] = FirstTiles{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+            prefetched.first_tiles[number] = FirstTiles{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
         }
     }
     store_small_operands<Cos, Index>(
@@ -219,7 +219,7 @@ PHASE(attend_keys) {
             prefetch_item(prefetched, item, k, v, mask, cos, sin, query_gain, key_gain, index, warp, warps);
             sync_block();
         }
-        const int used = warps_with_keys(prefetched);
+        const int used = teams_with_keys(prefetched);
         if (used == 0 && !has_new_keys(prefetched, item)) {
             const int row = item.first_row + threadIdx.x;
             if (threadIdx.x < held_rows && row < rows) {
@@ -229,7 +229,7 @@ PHASE(attend_keys) {
         }
         idle = false;
         // All loads from memory start together.
-        const FirstTiles &first_tiles = prefetched.first_tiles[warp];
+        const FirstTiles &first_tiles = prefetched.first_tiles[warp / team];
         int key = first_tiles.key;
         int next = first_tiles.next;
         KeyWords key_words = {};  // not left open, or they would keep their registers from step to step
@@ -245,14 +245,13 @@ PHASE(attend_keys) {
             grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
         );
         insert_new_rows(key_words, values, prefetched, scratch, key);
-        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        Turns turns(problem, item.first_row, warp / team * splits + item.split, splits * teams);
         turns.turn = first_tiles.turn;
         turns.found = first_tiles.found;
         turns.looked = first_tiles.looked;
         turns.lowest_counts = first_tiles.lowest_counts;
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
-        State state;
-        state.start(problem, item.first_row);
+        State state(problem, item.first_row, scratch.memory);
         while (key < keys) {
             const Weights weights = state.weigh(key_words, bias);
             if (next < keys) {

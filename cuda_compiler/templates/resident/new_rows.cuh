@@ -27,7 +27,7 @@ struct Scratch {
     alignas(16) Half q[held_rows][Q::row];
     alignas(16) Half new_keys[larger(tokens, 1)][width];
     alignas(16) Half new_values[larger(tokens, 1)][value_width];
-    struct {
+    struct : TeamScores<team> {
         Found found;
     } memory[warps];
 };
@@ -65,14 +65,10 @@ __device__ __forceinline__ void store_small_operands(
     }
 }
 
+constexpr int teams = warps / team;
+
 // Neighbouring lanes that divide so many parts among themselves: a power of two.
-__device__ __forceinline__ constexpr int lanes_for(int parts) {
-    int lanes = 1;
-    while (lanes < parts && lanes < WARP) {
-        lanes *= 2;
-    }
-    return lanes;
-}
+__device__ __forceinline__ constexpr int lanes_for(int parts) { return power_of_2_from(smaller(parts, WARP)); }
 
 constexpr int pack = smaller(
     smaller(width % 16 == 0 && (tokens == 0 || value_width % 16 == 0) ? 8 : 4, Unrotated::vector),

@@ -63,11 +63,11 @@ struct Item {
     template <typename Pool>
     __device__ __forceinline__ index_t cache_place(int row) const { return new_place<Pool>(row); }
 
-    // The first key of a warp's first tile.
-    __device__ __forceinline__ int first_key(int warp) const { return (warp * splits + split) * block_keys; }
+    // The first key of a team's first tile.
+    __device__ __forceinline__ int first_key(int number) const { return (number * splits + split) * block_keys; }
 };
 
-constexpr int step_keys = splits * warps * block_keys;  // from a warp's tile to its next one
+constexpr int step_keys = splits * (warps / team) * block_keys;  // from a team's tile to its next one
 
 __device__ __forceinline__ int number_of(const Problem &problem) { return problem.token * head_groups + problem.head_group; }
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ index_t result_place(int number, int row) {
 
 struct Prefetched {
     SmallOperands small;
-    int first_rows[warps][2];  // of the pool, where the first two tiles of a computing warp begin
+    int first_rows[teams][2];  // of the pool, where the first two tiles of a team of computing warps begin
 };
 static_assert(sizeof(Prefetched) <= PREFETCHED_BYTES, "the memory of what is prefetched is the largest phase's");
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void prefetch_tile(const Problem &problem, int row) {
     prefetch_rows<V>(problem.v, row);
 }
 
-// Finds the first tiles of each computing warp and prefetches them into the L2 cache; the step itself can still change rows of
+// Finds the first tiles of each team of computing warps and prefetches them into the L2 cache; the step itself can still change rows of
 // them (I6). By one warp.
 __device__ __forceinline__ void prefetch_item(
     Prefetched &prefetched, const Item &item, const K::type *k, const V::type *v, const Tables::type *tables,
@@ -117,14 +117,14 @@ __device__ __forceinline__ void prefetch_item(
 ) {
     const Problem problem(nullptr, k, v, tables, sequences, positions, item.token, item.head_group);
     const int lane = threadIdx.x % WARP;
-    static_assert(2 * warps <= WARP, "a lane looks up a tile");
+    static_assert(2 * teams <= WARP, "a lane looks up a tile");
     const int key = item.first_key(lane / 2) + lane % 2 * step_keys;
     const int row = tile_row(problem, key);
-    if (lane < 2 * warps) {
+    if (lane < 2 * teams) {
         prefetched.first_rows[lane / 2][lane % 2] = row;
     }
 #pragma unroll 1
-    for (int tile = 0; tile < 2 * warps; tile++) {
+    for (int tile = 0; tile < 2 * teams; tile++) {
         const int begin = __shfl_sync(0xffffffffu, row, tile);
         if (problem.has(__shfl_sync(0xffffffffu, key, tile))) {
             prefetch_tile(problem, begin);
@@ -199,11 +199,11 @@ PHASE(attend_pool) {
             continue;
         }
         idle = false;
-        const int used = smaller((problem.keys - item.first_key(0) - 1) / (splits * block_keys) + 1, warps);
+        const int used = smaller((problem.keys - item.first_key(0) - 1) / (splits * block_keys) + 1, teams);
         // All loads from memory start together.
-        int key = item.first_key(warp);
-        int row = prefetched.first_rows[warp][0];
-        int next_row = prefetched.first_rows[warp][1];
+        int key = item.first_key(warp / team);
+        int row = prefetched.first_rows[warp / team][0];
+        int next_row = prefetched.first_rows[warp / team][1];
         KeyWords key_words = {};  // not left open, or they would keep their registers from step to step
         ValueWords values = {};
         if (problem.has(key)) {
@@ -215,8 +215,7 @@ PHASE(attend_pool) {
             grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
         );
         problem.q = &scratch.q[0][0];
-        State state;
-        state.start(problem, 0);
+        State state(problem, 0, scratch.memory);
         for (; problem.has(key); key += step_keys) {
             insert_new_rows(key_words, values, scratch, prefetched.small, row);
             const int following = tile_row(problem, key + 2 * step_keys);

@@ -1,8 +1,9 @@
 // Phase of a resident kernel that multiplies a few rows of x (up to eight) with a weight [N, K], whose rows arrive through the
-// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
+// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `base`, base + RMSNorm(x) takes the place of x,
+// and is stored as `whole`. With `normed`, x is RMS-normalized. With
 // `from_mailbox`, x is read from the mailbox, and with `to_mailbox` the result goes to the next one as well as to memory. A
 // block writes the results of `batch` units together. While it goes through a weight that `is_long`, more slots may be in
-// flight. What it means: `product` in `resident/twins.py`.
+// flight. What it means: `add_normed`, `rms_norm` and `product` in `resident/twins.py`.
 //
 // A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The columns are divided
 // among the warps, 64 at a time. The order of a product's terms does not matter: a lane takes 16 consecutive bytes.
@@ -10,8 +11,8 @@
 // Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
 // I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
 //      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
-// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gain and bias), and
-//      a residual that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
+// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gains and bias), and
+//      a residual or base that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
@@ -23,7 +24,7 @@ constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
 // One row of x is received by the warps that multiply its columns, into registers, so no warp waits for another one's part. The
 // scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
-constexpr bool own_columns = rows == 1 && !direct && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
+constexpr bool own_columns = rows == 1 && !direct && !Base::present && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
     && (!normed || IsBrain<Element>::value);
 constexpr bool staged = !direct && !own_columns;
 constexpr bool scales_sums = own_columns && normed;
@@ -32,7 +33,7 @@ constexpr int x_row = staged ? (packs + line - 1) / line * line * pack : pack;
 struct Scratch {
     alignas(16) Element x[staged ? rows : 1][x_row];
     float sums[2][warps][batch][sum_rows][rows];  // I18
-    float squares[warps];
+    Squares squares;
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
@@ -44,12 +45,12 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
     }
 }
 
-__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Input &input) {
     if constexpr (staged) {
         pad(scratch);
         Pack<Element, pack> values[held] = {};
         const Receiver own;
-        receive_x<false>(grid, own, scratch.squares, x, gain, values);
+        receive_x<false>(grid, own, scratch.squares, input, values);
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
@@ -233,11 +234,10 @@ template <int kept>
 struct KeptColumns : ArrivingColumns<kept> {
     const Source from;
 
-    __device__ __forceinline__ KeptColumns(
-        const Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
-    ) : ArrivingColumns<kept>(Lane()), from{grid, x} {
+    __device__ __forceinline__ KeptColumns(const Grid &grid, Scratch &scratch, const Input &input)
+        : ArrivingColumns<kept>(Lane()), from{grid, input.x} {
         if constexpr (own_columns) {
-            const Gains<kept> gains(*this, gain);
+            const Gains<kept> gains(*this, input.gain);
             back_off();
             this->begin(from, 0);
             this->finish(from, 0);
@@ -247,7 +247,7 @@ struct KeptColumns : ArrivingColumns<kept> {
                 total += __shfl_xor_sync(0xffffffffu, total, 2);
                 total += __shfl_xor_sync(0xffffffffu, total, 16);  // of the other piece
                 if (this_thread() % WARP == 0) {
-                    scratch.squares[this_thread() / WARP] = total;
+                    scratch.squares.of[this_thread() / WARP] = total;
                 }
             }
         } else if constexpr (staged) {
@@ -274,7 +274,7 @@ using HeldColumns = KeptColumns<keeps_all ? packs : line>;
 
 // The norm's scale, where it is a factor of the sums: after a barrier behind `HeldColumns`.
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
-    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+    return scales_sums ? scale_of_norm(scratch.squares.of) : 1.0f;
 }
 
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15

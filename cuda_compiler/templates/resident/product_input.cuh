@@ -1,4 +1,6 @@
 // The input x of a resident kernel's product, as a block receives it: from memory or from the mailbox, RMS-normalized or not.
+// With `base`, x stands for base + RMSNorm(x), which one block stores as `whole`: that is the residual of layers with a norm behind
+// each of their parts.
 
 using Element = X::type;
 using Half = Element;
@@ -57,22 +59,118 @@ __device__ __forceinline__ float scale_of_norm(const float (&squares)[warps]) {
     return rsqrtf(sum_of_warps([&](int warp) { return squares[warp]; }) * (1.0f / float(depth)) + norm_eps);
 }
 
-// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found; with
-// `scales_later`, only that is left there, and x is not scaled by it.
+// The operands of which the input is made.
+struct Input {
+    const Element *x;
+    const Gain::type *gain;
+    const Base::type *base;
+    const Base_gain::type *base_gain;
+    Whole::type *whole;
+};
+
+// What the warps that share a row tell each other of its squares, in turn.
+struct Squares {
+    float received[Base::present ? warps : 1];
+    float of[warps];
+};
+
+// The sum of squares of packs of a row, of this warp's.
+template <int held>
+__device__ __forceinline__ float squares_of(const Pack<Element, pack> (&values)[held]) {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < held; i++) {
+        float read[pack];
+        to_floats(read, values[i]);  // 0 behind the end
+#pragma unroll
+        for (int j = 0; j < pack; j++) {
+            total = fmaf(read[j], read[j], total);
+        }
+    }
+    return warp_sum(total);
+}
+
+// The sum over the warps that share a row; all warps of the block come here.
+__device__ __forceinline__ float sum_of_row(float own, float *parts) {
+    if constexpr (row_warps == 1) {
+        return own;
+    }
+    const int warp = this_thread() / WARP;
+    if (this_thread() % WARP == 0) {
+        parts[warp] = own;
+    }
+    sync_block();
+    float total = 0.0f;
+#pragma unroll
+    for (int other = 0; other < row_warps; other++) {
+        total += parts[warp / row_warps * row_warps + other];
+    }
+    return total;
+}
+
+// The packs of `base` and of its gains that belong to what a thread receives of x.
+template <int held>
+struct BasePacks {
+    Pack<Base::type, pack> base[held] = {};
+    Pack<Base_gain::type, pack> gains[held] = {};
+
+    template <typename Receiver>
+    __device__ __forceinline__ BasePacks(const Receiver &own, const Input &input) {
+        if constexpr (Base::present) {
+#pragma unroll
+            for (int i = 0; i < held; i++) {
+                if (own.takes(i)) {
+                    base[i] = load_pack<pack>(input.base + own.row * Base::stride(0) + own.pack(i) * pack);
+                    if constexpr (Base_gain::present) {
+                        gains[i] = load_pack<pack>(input.base_gain + own.pack(i) * pack);
+                    }
+                }
+            }
+        }
+    }
+
+    // base + RMSNorm(x) in place of x. The block that has the fewest units stores it.
+    template <typename Receiver>
+    __device__ __forceinline__ void add_to(
+        Pack<Element, pack> (&values)[held], const Receiver &own, Squares &squares, const Input &input
+    ) const {
+        const float total = sum_of_row(squares_of(values), squares.received);
+        const float scale = rsqrtf(total / float(depth) + base_eps);
+#pragma unroll
+        for (int i = 0; i < held; i++) {
+            float read[pack], factors[pack], added[pack];
+            to_floats(read, values[i]);
+            to_floats(factors, gains[i]);
+            to_floats(added, base[i]);
+#pragma unroll
+            for (int j = 0; j < pack; j++) {
+                const float factor = Base_gain::present ? scale * (factors[j] + base_gain_offset) : scale;
+                read[j] = added[j] + to_float(from<Element>(read[j] * factor));
+            }
+            store_floats(values[i].item, read);
+            if (blockIdx.x == gridDim.x - 1 && own.takes(i)) {
+                store_pack(input.whole + own.row * Whole::stride(0) + own.pack(i) * pack, values[i]);
+            }
+        }
+    }
+};
+
+// Receives x, RMS-normalized with `normed`. With `scales_later`, only the sums of its squares are left in `squares`, and x is not
+// scaled by them.
 template <bool scales_later, int held, typename Receiver>
 __device__ __forceinline__ void receive_x(
-    Grid &grid, const Receiver &own, float (&squares)[warps], const Element *x, const Gain::type *gain,
-    Pack<Element, pack> (&values)[held]
+    Grid &grid, const Receiver &own, Squares &squares, const Input &input, Pack<Element, pack> (&values)[held]
 ) {
     Pack<Gain::type, pack> gains[held] = {};  // not left open, or they would keep their registers from step to step
     if constexpr (Gain::present) {
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
-                gains[i] = load_pack<pack>(gain + own.pack(i) * pack);
+                gains[i] = load_pack<pack>(input.gain + own.pack(i) * pack);
             }
         }
     }
+    const BasePacks<Base::present ? held : 1> base(own, input);
     back_off();
     if constexpr (from_mailbox) {
         bool arrived[held] = {};
@@ -95,41 +193,22 @@ __device__ __forceinline__ void receive_x(
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
-                values[i] = load_pack<pack>(x + own.row * X::stride(0) + own.pack(i) * pack);
+                values[i] = load_pack<pack>(input.x + own.row * X::stride(0) + own.pack(i) * pack);
             }
         }
     }
+    if constexpr (Base::present) {
+        base.add_to(values, own, squares, input);
+    }
     if constexpr (normed) {
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < held; i++) {
-            float read[pack];
-            to_floats(read, values[i]);  // 0 behind the end
-#pragma unroll
-            for (int j = 0; j < pack; j++) {
-                total = fmaf(read[j], read[j], total);
-            }
-        }
-        total = warp_sum(total);
+        const float total = squares_of(values);
         float scale = 1.0f;
         if constexpr (scales_later) {
             if (this_thread() % WARP == 0) {
-                squares[this_thread() / WARP] = total;
+                squares.of[this_thread() / WARP] = total;
             }
-        } else if constexpr (row_warps > 1) {
-            const int warp = this_thread() / WARP;
-            if (this_thread() % WARP == 0) {
-                squares[warp] = total;
-            }
-            sync_block();
-            total = 0.0f;
-#pragma unroll
-            for (int other = 0; other < row_warps; other++) {
-                total += squares[warp / row_warps * row_warps + other];
-            }
-        }
-        if constexpr (!scales_later) {
-            scale = rsqrtf(total / float(depth) + norm_eps);
+        } else {
+            scale = rsqrtf(sum_of_row(total, squares.of) / float(depth) + norm_eps);
         }
 #pragma unroll
         for (int i = 0; i < held; i++) {

@@ -44,6 +44,9 @@ PREFETCH {
         if constexpr (Gain::present) {
             prefetch_l2(gain, depth * sizeof(Gain::type));
         }
+        if constexpr (Base_gain::present) {
+            prefetch_l2(base_gain, depth * sizeof(Base_gain::type));
+        }
         if constexpr (Bias::present) {
             prefetch_l2(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
         }
@@ -59,8 +62,9 @@ PHASE(product) {
     if (first_own.turn < batch && first_own.column < int(param::n)) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
     }
-    stage_x(grid, scratch, x, gain);
-    const HeldColumns held_columns(grid, scratch, x, gain);
+    const Input input{x, gain, base, base_gain, const_cast<Whole::type *>(whole)};
+    stage_x(grid, scratch, input);
+    const HeldColumns held_columns(grid, scratch, input);
     if (is_long && threadIdx.x == 0) {
         ring.raise_limit();
     }

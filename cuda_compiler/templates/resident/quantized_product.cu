@@ -36,7 +36,7 @@ struct Scratch {
     alignas(16) unsigned x[rows][lines * line_spans][span_words];
     SpanScale spans[rows][lines * line_spans];
     float sums[2][warps][batch][sum_rows][rows];  // I18
-    float squares[warps];
+    Squares squares;
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
@@ -61,14 +61,14 @@ struct OwnReceiver {
 };
 
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
-    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+    return scales_sums ? scale_of_norm(scratch.squares.of) : 1.0f;
 }
 
-__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Input &input) {
     if constexpr (own_columns) {
         const OwnReceiver own;
         Pack<Element, pack> values[OwnReceiver::held] = {};
-        receive_x<scales_sums>(grid, own, scratch.squares, x, gain, values);
+        receive_x<scales_sums>(grid, own, scratch.squares, input, values);
 #pragma unroll
         for (int i = 0; i < OwnReceiver::held; i++) {
             const int at = own.pack(i);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     }
     Pack<Element, pack> values[held] = {};
     const Receiver own;
-    receive_x<false>(grid, own, scratch.squares, x, gain, values);
+    receive_x<false>(grid, own, scratch.squares, input, values);
 #pragma unroll
     for (int i = 0; i < held; i++) {
         const int at = own.pack(i);
@@ -165,7 +165,7 @@ struct HeldColumns {
     Lane lane;
     SomeTurns<held_turns> turns;
 
-    __device__ __forceinline__ HeldColumns(const Grid &, Scratch &scratch, const Element *, const Gain::type *) : turns(scratch, lane, 0) {}
+    __device__ __forceinline__ HeldColumns(const Grid &, Scratch &scratch, const Input &) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.
