@@ -239,7 +239,7 @@ def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out
 
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
-    """The size in bytes of the C union `SplitMemory` in `attention_fragments.cuh`, for all warps of a block."""
+    """The size in bytes of the C struct `SplitMemory` in `attention_fragments.cuh`, for all warps of a block."""
     team = team_warps(width, value_width)
     padded = groups(groups(width, 32), team) * 32, groups(groups(value_width, 64), team) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
