@@ -58,12 +58,14 @@ class _Formed:
         assert q is not None and k is not None and v is not None and out is not None
         of_halves = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
         rows = q.shape[2] * (q.shape[1] // k.shape[1])
-        if not of_halves or rows < _FEW_ROWS or k.numel == 0 or suits_tensor_cores(q, k, v):
+        is_narrow = max(q.shape[3], v.shape[3]) <= WIDEST_HEAD
+        is_product = mask is None and not call.params["causal"] and q.shape[1] == k.shape[1] and rows >= _LONG
+        if not of_halves or rows < _FEW_ROWS or k.numel == 0:
             self.calls.append(call)
-        elif max(q.shape[3], v.shape[3]) <= WIDEST_HEAD:
-            self._pad(call, q, k, v, mask, out)
-        elif mask is None and not call.params["causal"] and q.shape[1] == k.shape[1] and rows >= _LONG:
+        elif is_product and not is_narrow:
             self._multiply(call, q, k, v, out)
+        elif is_narrow and not suits_tensor_cores(q, k, v):
+            self._pad(call, q, k, v, mask, out)
         else:
             self.calls.append(call)
 

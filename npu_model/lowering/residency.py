@@ -129,7 +129,7 @@ class _Stay:
         self._placed: list[tuple[int, int, int, int]] = []  # address, end, first and last call, the highest first
 
     def copy(self) -> _Stay:
-        """The same set, to grow in another way."""
+        """A copy of the set, which can grow in another way."""
         other = copy(self)
         other.rooms, other.addresses, other.weights = list(self.rooms), dict(self.addresses), list(self.weights)
         other._resident, other._steps = list(self._resident), list(self._steps)

@@ -1,4 +1,4 @@
-"""How often the garbage collector runs while programs are lowered and timed."""
+"""The garbage collector runs seldom while programs are lowered and timed."""
 
 from __future__ import annotations
 

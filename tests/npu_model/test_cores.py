@@ -479,7 +479,7 @@ def test_a_read_for_several_cores_takes_dram_and_the_links_once() -> None:
 
 @pytest.mark.parametrize("split", ["rows", "columns"])
 def test_one_core_reads_for_all_what_they_need_alike(split: str) -> None:
-    """By rows, all cores read each weight; by columns, the input."""
+    """All cores read each weight where work is split by rows, and the input where it is split by columns."""
     ir = linear_chain(256, *[128] * 5) if split == "rows" else linear_chain(16, 1024, 64)
     several, apart = (_narrow(split, multicast) for multicast in (True, False))
     program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))

@@ -36,7 +36,7 @@ using std::max, std::min;
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 struct Size { unsigned x, y, z; };
 static thread_local Size threadIdx;
 static Size blockIdx;
