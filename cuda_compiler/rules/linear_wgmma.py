@@ -122,7 +122,7 @@ def _suits_codes(call: KernelCall, x: View, data: View, sides: list[View]) -> bo
         _FEWEST_CODE_ROWS <= call.params["m"] <= _MOST_CODE_ROWS
         and k % step == 0
         and (count == 1 or group % step == 0 or (group % _GROUP_TERMS == 0 and step % group == 0))
-        and (_has_one_scale(call) or sides[0].dtype == x.dtype)
+        and (call.params["offsets"] != "minimum" or sides[0].dtype == x.dtype)
         and data.numel >= _FEWEST_CODE_BYTES
         and vector_width(data) >= 16
         and _extent(data) < _MOST_ELEMENTS

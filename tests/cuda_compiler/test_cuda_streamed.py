@@ -55,13 +55,14 @@ class Layer:
 
     @property
     def suits_warpgroups(self) -> bool:
-        """Whether 128 terms have whole groups with scales in bfloat16, or one for a row, and rows are many or long."""
+        """Whether 128 terms have whole groups, minimums are in bfloat16, and rows are many or long."""
         assert self.format is not None
         group = self.format.group or self.k
         if self.m <= 16 and self.k <= 4096:
             return False
-        one_scale = group == self.k and self.format.offsets != "minimum"
-        return self.k % 128 == 0 and group != 96 and (one_scale or self.format.scales == "bfloat16")
+        return (
+            self.k % 128 == 0 and group != 96 and (self.format.offsets != "minimum" or self.format.scales == "bfloat16")
+        )
 
     @property
     def launches(self) -> list[str]:
@@ -118,6 +119,10 @@ LAYERS = {
         32, 6144, 1536, normed=True, gate="silu_mul", format=QuantizedFormat("int4", 128, "bfloat16")
     ),
     "codes, 128 rows, gate": Layer(128, 3072, 1536, gate="silu_mul", format=QuantizedFormat("int4", 128, "bfloat16")),
+    "codes, 40 rows, scales in float32": Layer(40, 1536, 1536, residual=True, format=QuantizedFormat("int4", 128)),
+    "codes, 96 rows, scales in float16": Layer(
+        96, 3072, 896, gate="silu_mul", format=QuantizedFormat("int4", 32, "float16", "zero_point")
+    ),
     "codes, 8 rows, norm, bias": Layer(
         8, 2048, 1536, normed=True, bias=True, format=QuantizedFormat("int4", 128, "bfloat16")
     ),
@@ -214,14 +219,14 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
         Layer(65, 2048, 1536),
         Layer(32, 151_936, 1536),
         Layer(32, 2044, 1536),
-        Layer(32, 2048, 1536, format=QuantizedFormat("int4", 32)),
+        Layer(32, 2048, 1536, format=QuantizedFormat("int4", 32, "float16", "minimum")),
         Layer(129, 2048, 1536, format=QuantizedFormat("int4", 32, "bfloat16")),
         Layer(2, 8192, 1536),
         Layer(1, 2048, 1536),
         Layer(8, 128, 128),
         Layer(8, 2048, 1532),
         Layer(8, 2048, 1536, format=QuantizedFormat("int4", 16)),
-        Layer(8, 2044, 1536, format=QuantizedFormat("int4", 32)),
+        Layer(8, 2042, 1536, format=QuantizedFormat("int4", 32)),
     ],
     ids=str,
 )

@@ -10,16 +10,22 @@ using Half = X::type;
 #include "matmul/linear_wgmma_layout.cuh"
 #include "common/code_factors.cuh"
 
+template <class A, class B>
+struct SameTypes { static constexpr bool value = false; };
+template <class A>
+struct SameTypes<A, A> { static constexpr bool value = true; };
+
 constexpr int product_rows = (columns + warpgroup_rows - 1) / warpgroup_rows * warpgroup_rows;  // some may be in vain
 constexpr int product_threads = product_rows * 2;
 constexpr int beyond = 0;
 constexpr bool one_scale = param::groups == 1 && !has_minimum;  // for a row
+constexpr bool in_two = !one_scale && !SameTypes<Scales::type, Half>::value;  // a scale is the sum of two 16-bit floats
 constexpr int row_bytes = in_nibbles ? step_terms / 2 : step_terms;  // of a step
 constexpr int row_packs = row_bytes / 16;
 
 static_assert(columns % 16 == 0 && param::k % step_terms == 0 && group % 32 == 0, "");
 static_assert(param::groups == 1 || group >= step_terms ? group % step_terms == 0 : step_terms % group == 0, "");
-static_assert(one_scale || sizeof(Scales::type) == 2, "");
+static_assert(one_scale || !has_minimum || sizeof(Scales::type) == 2, "");
 static_assert(behind + 2 <= stages, "");  // a place is freed after the next one is filled
 
 // Scales or offsets of the rows' groups in a step, as they are copied: in words of 4 to 16 bytes, each with all of a row's, of which
@@ -167,7 +173,10 @@ struct Elements {
                 const Offset::type &offset = stage.offsets.at(row[side], place % stage.offsets.room, part);
                 const Scales::type &own_scale = stage.scales.at(row[side], place % stage.scales.room, part);
                 const unsigned zero = less_zero_of(&offset, 0);
-                const unsigned scale = one_scale ? one : twice(from<Half>(to_float(own_scale)));
+                const float exact = one_scale ? 1.0f : to_float(own_scale);
+                const Half rounded = from<Half>(exact);
+                const unsigned scale = twice(rounded);
+                const unsigned rest = twice(from<Half>(exact - to_float(rounded)));
                 const unsigned minimum = has_minimum ? twice(from<Half>(float_of(offset))) : 0x80008000u;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -176,7 +185,8 @@ struct Elements {
                         value = multiply_add_pairs(value, one, zero);
                     }
                     if constexpr (!one_scale) {
-                        value = multiply_add_pairs(value, scale, minimum);
+                        const unsigned added = in_two ? multiply_add_pairs(value, rest, minimum) : minimum;
+                        value = multiply_add_pairs(value, scale, added);
                     }
                     left[2 * half + i / 2][i % 2 * 2 + side] = value;
                 }
