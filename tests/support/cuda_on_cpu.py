@@ -222,7 +222,9 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         )
         file = library.with_suffix(".cpp")
         file.write_text(_SHIM + (_ALONE if alone else _TOGETHER) + text + launch)
-        command = ["g++", "-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", str(file), "-o", str(library)]
+        # A `__shared__` variable of an inline function would be one for all libraries that the process has loaded.
+        flags = ["-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", "-fno-gnu-unique"]
+        command = ["g++", *flags, str(file), "-o", str(library)]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         assert built.returncode == 0, built.stderr[:4000]
     launch = kernel_launch_of(call)
