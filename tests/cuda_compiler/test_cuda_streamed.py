@@ -1,4 +1,4 @@
-"""Products of up to 64 rows, with the norm before and the gate behind: which calls are one kernel, what it makes."""
+"""Products of up to 128 rows, with the norm before and the gate behind: which calls are one kernel, what it makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_harness import finished
 from reference_kernels import reference_launch
 
 from cuda_compiler import GPU, CUDACodegenTarget
-from cuda_compiler.rules.linear_wgmma import suits_warpgroups
+from cuda_compiler.rules.linear_wgmma import divided_codes, suits_warpgroups
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
@@ -49,8 +49,20 @@ class Layer:
     def joined(self) -> list[str]:
         """Kernels launched for the layer in bfloat16 on a GPU of compute capability 9.0."""
         has_many_columns = self.n > 40_000  # for a warpgroup to hold the sums of a multiprocessor's share
-        product = "streamed" if self.m <= 8 or self.format or has_many_columns else "linear_wgmma"
+        few = self.m <= 8 or has_many_columns if self.format is None else not self.suits_warpgroups
+        product = "streamed" if few else "linear_wgmma"
         return [*["rmsnorm_kernel"] * (self.normed and self.m > 32), product]
+
+    @property
+    def suits_warpgroups(self) -> bool:
+        """Whether 128 terms have whole groups, minimums are in bfloat16, and rows are many or long."""
+        assert self.format is not None
+        group = self.format.group or self.k
+        if self.m <= 16 and self.k <= 4096:
+            return False
+        return (
+            self.k % 128 == 0 and group != 96 and (self.format.offsets != "minimum" or self.format.scales == "bfloat16")
+        )
 
     @property
     def launches(self) -> list[str]:
@@ -103,6 +115,35 @@ LAYERS = {
     "33 rows, residual": Layer(33, 576, 1536, residual=True),
     "64 rows, many gates": Layer(64, 28_672, 4096, normed=True, gate="silu_mul"),
     "24 rows, norm, gate": Layer(24, 3072, 576, normed=True, gate="silu_mul"),
+    "codes, 32 rows, norm, gate": Layer(
+        32, 6144, 1536, normed=True, gate="silu_mul", format=QuantizedFormat("int4", 128, "bfloat16")
+    ),
+    "codes, 128 rows, gate": Layer(128, 3072, 1536, gate="silu_mul", format=QuantizedFormat("int4", 128, "bfloat16")),
+    "codes, 40 rows, scales in float32": Layer(40, 1536, 1536, residual=True, format=QuantizedFormat("int4", 128)),
+    "codes, 96 rows, scales in float16": Layer(
+        96, 3072, 896, gate="silu_mul", format=QuantizedFormat("int4", 32, "float16", "zero_point")
+    ),
+    "codes, 8 rows, norm, bias": Layer(
+        8, 2048, 1536, normed=True, bias=True, format=QuantizedFormat("int4", 128, "bfloat16")
+    ),
+    "codes with zero points, 100 rows, long rows": Layer(
+        100, 1536, 8960, residual=True, format=QuantizedFormat("int4", 128, "bfloat16", "zero_point")
+    ),
+    "codes with minimums, 17 rows": Layer(
+        17, 1000, 1024, normed=True, residual=True, format=QuantizedFormat("int4", 32, "bfloat16", "minimum")
+    ),
+    "codes, 64 rows, groups of 64": Layer(64, 2044, 896, bias=True, format=QuantizedFormat("int4", 64, "bfloat16")),
+    "codes, 72 rows, groups of 256": Layer(
+        72, 1152, 1024, activation="relu", format=QuantizedFormat("int4", 256, "bfloat16", "zero_point")
+    ),
+    "codes, 33 rows, a scale for a row": Layer(
+        33, 4864, 896, format=QuantizedFormat("int4", 0, "float32", "zero_point")
+    ),
+    "bytes, 40 rows, groups": Layer(40, 896, 4864, format=QuantizedFormat("int8", 32, "bfloat16", "zero_point")),
+    "bytes, 120 rows, gate": Layer(120, 9728, 896, gate="silu_mul", format=QuantizedFormat("int8")),
+    "float8, 24 rows, norm": Layer(24, 1152, 896, normed=True, bias=True, format=QuantizedFormat("float8_e4m3")),
+    "4-bit floats, 128 rows": Layer(128, 1032, 640, format=QuantizedFormat("float4_e2m1", 32, "bfloat16")),
+    "codes of a table, 2 rows": Layer(2, 1536, 1536, format=QuantizedFormat("iq4_nl", 32, "bfloat16")),
 }
 DTYPES = ("bfloat16", "float16")
 TARGET = CUDACodegenTarget()
@@ -178,18 +219,34 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
         Layer(65, 2048, 1536),
         Layer(32, 151_936, 1536),
         Layer(32, 2044, 1536),
-        Layer(32, 2048, 1536, format=QuantizedFormat("int4", 32)),
+        Layer(32, 2048, 1536, format=QuantizedFormat("int4", 32, "float16", "minimum")),
+        Layer(129, 2048, 1536, format=QuantizedFormat("int4", 32, "bfloat16")),
         Layer(2, 8192, 1536),
         Layer(1, 2048, 1536),
         Layer(8, 128, 128),
         Layer(8, 2048, 1532),
         Layer(8, 2048, 1536, format=QuantizedFormat("int4", 16)),
-        Layer(8, 2044, 1536, format=QuantizedFormat("int4", 32)),
+        Layer(8, 2042, 1536, format=QuantizedFormat("int4", 32)),
     ],
     ids=str,
 )
 def test_other_products_are_left_to_other_kernels(layer: Layer) -> None:
     assert {"streamed", "linear_wgmma"}.isdisjoint(kernels(plan_of(layer, "bfloat16", TARGET)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1536, 1536), (1536, 8960), (8960, 1536), (40, 8960), (151_936, 896), (3584, 18_944)]
+)
+@pytest.mark.parametrize("m", [2, 8, 31, 64, 128])
+def test_blocks_for_codes_cover_a_product_and_fit(m: int, n: int, k: int, gated: bool) -> None:
+    parts, memory = 2 if gated else 1, TARGET.gpu.shared_memory
+    division = divided_codes(m, n, k, gated, memory, row=64, sides=4)
+    assert division is not None
+    assert (division.clusters - 1) * division.width < n <= division.clusters * division.width
+    assert division.width * parts <= 256 and division.splits <= k // 128
+    assert division.resident * (division.shared + 1024) <= memory + 1024
+    assert division.threads == -(-division.width * parts // 64) * 128 + 128
 
 
 def test_rows_of_whole_packs_are_not_enough_where_the_terms_are_not() -> None:

@@ -101,6 +101,7 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 
 __device__ __forceinline__ void hold(float (&fragment)[4]) { asm volatile("" : FOUR("+f", (&fragment), 0) :: "memory"); }
 __device__ __forceinline__ void hold(int (&fragment)[4]) { asm volatile("" : FOUR("+r", (&fragment), 0) :: "memory"); }
+__device__ __forceinline__ void hold(unsigned (&fragment)[4]) { asm volatile("" : FOUR("+r", (&fragment), 0) :: "memory"); }
 
 // Keeps the compiler from using registers earlier or later than here, which it does not know to be on their way.
 template <typename Sum, int count>
