@@ -49,10 +49,16 @@ def test_a_large_arena_lies_on_huge_pages_and_other_buffers_do_not() -> None:
     assert huge_kibibytes(address(weight.native_handle)) == 0
 
 
-def test_a_small_arena_takes_no_huge_page() -> None:
-    arena = Arena(CPUBackend(native=False)).reserve(4096)
-    assert arena.size_bytes == 4096
-    assert huge_kibibytes(address(arena.native_handle)) == 0
+def test_a_small_arena_takes_no_huge_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[int] = []
+    plain = mmap.mmap
+    monkeypatch.setattr(
+        mmap, "mmap", lambda file, size, *rest, **named: mapped.append(size) or plain(file, size, *rest, **named)
+    )
+    backend = CPUBackend(native=False)
+    assert Arena(backend).reserve(4096).size_bytes == 4096 and not mapped
+    Arena(backend).reserve(2**24)
+    assert mapped
 
 
 def test_small_weights_are_aligned_and_do_not_overlap() -> None:
