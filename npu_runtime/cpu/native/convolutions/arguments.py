@@ -25,6 +25,21 @@ KERNELS = {  # algorithm → kernel, and its variant
     "winograd4": ("conv2d_winograd", 4),
     "depthwise": ("conv2d_depthwise", 0),
 }
+# Fields of the C structs of convolutions and pooling: the sizes of both images, and the window.
+WINDOW_FIELDS = (
+    "in_h",
+    "in_w",
+    "out_h",
+    "out_w",
+    "kernel_h",
+    "kernel_w",
+    "stride_h",
+    "stride_w",
+    "dilation_h",
+    "dilation_w",
+    "pad_top",
+    "pad_left",
+)
 
 
 class ConvArgs(ArgumentBlock):
@@ -45,18 +60,7 @@ class ConvArgs(ArgumentBlock):
             "groups",
             "in_channels",
             "out_channels",
-            "in_h",
-            "in_w",
-            "out_h",
-            "out_w",
-            "kernel_h",
-            "kernel_w",
-            "stride_h",
-            "stride_w",
-            "dilation_h",
-            "dilation_w",
-            "pad_top",
-            "pad_left",
+            *WINDOW_FIELDS,
             "weight_group_stride",
             "variant",
             "pairs",

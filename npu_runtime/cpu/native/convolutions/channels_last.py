@@ -15,7 +15,7 @@ from npu_compiler.program.views import numel
 from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of, with_strides
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout, operand
 from npu_runtime.cpu.native.bindings import launch as prepare
-from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, Window
+from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, WINDOW_FIELDS, Window
 from npu_runtime.cpu.native.convolutions.weights import PackedConv
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, strided
 from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
@@ -23,7 +23,7 @@ from npu_runtime.cpu.native.products.linear import LinearArgs, float_vector, lin
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 MOST_TURNED = 4
-"""Maximum number of channels of a planar image, such as a network's input, that a convolution turns by itself."""
+"""Maximum number of channels of a planar image, such as a network's input, that a convolution transposes itself."""
 
 
 class ChannelsLastArgs(ArgumentBlock):
@@ -37,18 +37,7 @@ class ChannelsLastArgs(ArgumentBlock):
             for name in (
                 "batch",
                 "channels",
-                "in_h",
-                "in_w",
-                "out_h",
-                "out_w",
-                "kernel_h",
-                "kernel_w",
-                "stride_h",
-                "stride_w",
-                "dilation_h",
-                "dilation_w",
-                "pad_top",
-                "pad_left",
+                *WINDOW_FIELDS,
                 "x_batch_stride",
                 "x_row_stride",
                 "x_pixel_stride",
@@ -105,25 +94,23 @@ def conv2d(
     bias: np.ndarray | None,
     residual: np.ndarray | None,
     activation: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int, int, int],
-    dilation: tuple[int, int],
+    window: Window,
     groups: int,
     out: np.ndarray,
-    residual_before_activation: bool = True,
+    residual_before_activation: bool,
 ) -> NativeLaunch | None:
     """Prepare out = activation(conv(x, weight) + bias + residual), or with the residual added last.
 
-    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; if x and the weight are
+    Arithmetic is float32, rounded once to out's dtype; if x and the weight are
     both bfloat16, their exact products are summed in float32. None if there is no native kernel for the operands: those
     are images with their channels innermost, except for an x of up to `MOST_TURNED` channels.
 
     Args:
+        window: A valid one, of the weight's size.
         residual_before_activation: Whether the activation applies to the residual too.
     """
     weight = packed_weight.weight
-    window = Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
-    if not available() or not window.is_valid or groups != packed_weight.groups:
+    if not available() or groups != packed_weight.groups:
         return None
     if out.shape != (x.shape[0], weight.shape[0], *window.output_size(*x.shape[2:])):
         raise ValueError(f"the output {out.shape} does not fit x {x.shape} and the weight {weight.shape}")
@@ -134,9 +121,7 @@ def conv2d(
     bias = float_vector(bias)
     if weight.shape[1] == 1 and weight.shape[0] == groups > 1:
         taps = packed_weight.taps(x.dtype)
-        if taps is None:
-            return None
-        if not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
+        if taps is None or not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
             return None
         bias = np.zeros(groups, np.float32) if bias is None else bias
         args = _arguments(x, bias, added, rows, out, window)

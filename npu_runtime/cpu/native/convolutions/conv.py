@@ -60,7 +60,7 @@ def conv2d(
         return None
     if not all_handled(x, residual, out):
         return channels_last.conv2d(
-            x, packed, bias, residual, activation, stride, padding, dilation, groups, out, residual_before_activation
+            x, packed, bias, residual, activation, window, groups, out, residual_before_activation
         )
     expected = (x.shape[0], weight.shape[0], *window.output_size(*x.shape[2:]))
     if out.shape != expected or (residual is not None and residual.shape != out.shape):
