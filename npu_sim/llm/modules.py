@@ -295,7 +295,17 @@ def _chosen_rows(lm_head: nn.Module, rows: torch.Tensor) -> contextlib.AbstractC
     return _hooked(lm_head, lambda x: torch.index_select(x if x.shape[0] == 1 else x.flatten(0, 1)[None], 1, rows))
 
 
-class SelfFeedingDecode(nn.Module):
+class _CachedStep(nn.Module):
+    """A module that runs a `CachedCausalLM`, and whose parameters have the names that they have in the model."""
+
+    def __init__(self, causal: Any, form: StateForm) -> None:
+        super().__init__()
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
+
+
+class SelfFeedingDecode(_CachedStep):
     """A greedy decode step whose outputs are the inputs of the next one, so that the host need not wait between steps.
 
     forward: token [1], position [1], history [S], k, v, r as in `CachedCausalLM`
@@ -303,12 +313,6 @@ class SelfFeedingDecode(nn.Module):
     `position`, the updated k, v and r. All outputs but the logits update their inputs in place, which the caller
     donates. If the greatest logit is not finite, the token is -1.
     """
-
-    def __init__(self, causal: Any, form: StateForm) -> None:
-        super().__init__()
-        for name, child in causal.named_children():
-            self.add_module(name, child)
-        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
 
     def forward(
         self,
@@ -324,7 +328,7 @@ class SelfFeedingDecode(nn.Module):
         return (logits, *_fed_back(logits, best, best, token, position, history), *cache)
 
 
-class ChoosingPrefill(nn.Module):
+class ChoosingPrefill(_CachedStep):
     """A piece of a prompt, and the greedy choice of the token after it, so that the host need not read the logits.
 
     forward: input_ids [1, T], positions [T], last [1], history [S], k, v, r as in `CachedCausalLM`
@@ -332,12 +336,6 @@ class ChoosingPrefill(nn.Module):
     the greatest logit is not finite) at the index that is this token's position; the updated k, v and r. All outputs
     but the logits update their inputs in place, which the caller donates.
     """
-
-    def __init__(self, causal: Any, form: StateForm) -> None:
-        super().__init__()
-        for name, child in causal.named_children():
-            self.add_module(name, child)
-        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
 
     def forward(
         self,
