@@ -96,7 +96,7 @@ template <typename T> T __shfl_sync(unsigned, T value, int) { return value; }
 template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
 """
 _LAUNCH_ALONE = """
-extern "C" void launch(void **operands, unsigned blocks, unsigned threads) {
+extern "C" __attribute__((visibility("default"))) void launch(void **operands, unsigned blocks, unsigned threads) {
     for (unsigned block = 0; block < blocks; block++) {
         for (unsigned i = 0; i < threads; i++) {
             blockIdx = {block, 0, 0};
@@ -138,7 +138,7 @@ static int __syncthreads_or(int one) {
 }
 """
 _LAUNCH_TOGETHER = """
-extern "C" void launch(void **operands, unsigned blocks, unsigned threads) {
+extern "C" __attribute__((visibility("default"))) void launch(void **operands, unsigned blocks, unsigned threads) {
     for (unsigned block = 0; block < blocks; block++) {
         blockIdx = {block, 0, 0};
         cpu_block = std::make_unique<std::barrier<>>(threads);
@@ -223,7 +223,7 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         file = library.with_suffix(".cpp")
         file.write_text(_SHIM + (_ALONE if alone else _TOGETHER) + text + launch)
         # A `__shared__` variable of an inline function would be one for all libraries that the process has loaded.
-        flags = ["-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", "-fno-gnu-unique"]
+        flags = ["-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"]
         command = ["g++", *flags, str(file), "-o", str(library)]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         assert built.returncode == 0, built.stderr[:4000]
