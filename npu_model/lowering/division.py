@@ -37,6 +37,21 @@ _OTHERS = {
     Way.HEADS: (Way.HEADS, Way.COLUMNS, Way.ROWS),
 }
 _GATED_ROWS = "rows"  # size of a gated product's weight: rows of the gate, then as many of what it multiplies
+# Of a size, consecutive items that read the same item of another: heads of queries of keys, experts' rows of a token.
+_SHARED = {"h": "shared", "m": "r"}
+# Sizes of batches: each item of the result needs the same item of all operands that have the size, and no other.
+_BATCHES: Mapping[Family, Sequence[str]] = {
+    Family.MATMUL: ("m", "lead.0"),
+    Family.CONV: ("n",),
+    Family.POOL: ("n",),
+    Family.ATTENTION: ("b",),
+    Family.REDUCTION: ("kept.0", "s.0"),
+    Family.NORM: ("rows", "n"),
+    Family.SOFTMAX: ("s.0",),
+    Family.ROPE: ("s.0",),
+    Family.INDEXING: ("s.0",),
+    Family.ELEMENTWISE: ("s.0",),
+}
 # Sizes along which results can be divided, by family and way. The first dimensions of a group are those of a matrix.
 _SIZES: Mapping[Family, Mapping[Way, Sequence[str]]] = {
     Family.MATMUL: {Way.ROWS: ("m",), Way.COLUMNS: ("n",), Way.HEADS: ("lead.0", "lead.1")},
@@ -76,22 +91,13 @@ def pieces_of_batch(call: KernelCall, count: int) -> list[KernelCall] | None:
     if len(call.outputs) != 1 or batch_of(call) % count:
         return None
     kernel, size, rank = declaration(call), batch_of(call), call.outputs[0].rank
-    name = _outermost(kernel.outputs[0].sizes, rank)
-    if name is None or _dims(kernel.outputs[0].sizes, name, rank) != [0]:
+    names = [n for n in _BATCHES.get(kernel.family, ()) if _dims(kernel.outputs[0].sizes, n, rank) == [0]]
+    if not names:
         return None
+    (name,) = names
     cut = _NamedCut(call, kernel, name, size, 1)
     parts = [cut(first, first + size // count) for first in range(0, size, size // count)]
     return None if None in parts else [part for part in parts if part is not None]
-
-
-def _outermost(sizes: Sequence[str] | None, rank: int) -> str | None:
-    """The name of the size of an operand's outermost dimension."""
-    for size in sizes or ():
-        if not size.startswith("*"):
-            return size
-        if rank > len(sizes or ()) - 1:
-            return f"{size[1:]}.0"
-    return None
 
 
 @dataclass(frozen=True)
@@ -150,10 +156,13 @@ def _dims(sizes: Sequence[str] | None, name: str, rank: int) -> list[int]:
     if sizes is None:
         return []
     group, _, place = name.partition(".")
-    if not place or f"*{group}" not in sizes:
-        return [dim for dim, size in enumerate(sizes) if size == name]
-    first = sizes.index(f"*{group}")
-    return [first + int(place)] if int(place) < rank - (len(sizes) - 1) else []
+    beyond = rank - len(sizes)  # dimensions of the group, where there is one, less the one of a single size
+    first = next((index for index, size in enumerate(sizes) if size.startswith("*")), len(sizes))
+    if not place:
+        return [index if index < first else index + beyond for index, size in enumerate(sizes) if size == name]
+    if f"*{group}" not in sizes or int(place) > beyond:
+        return []
+    return [first + int(place)]
 
 
 def _unit(call: KernelCall, kernel: KernelDecl, size: int) -> int:
@@ -225,16 +234,23 @@ class _NamedCut:
             return {_GATED_ROWS: (first, self.total + stop)}
         if group == "kept":
             return {f"whole.{place}": (first, stop)}
-        if self.kernel.family is Family.ATTENTION and (keys := views.get("k")) is not None:
-            each = self.total // keys.shape[1]  # heads of queries that share one of the keys
+        if (count := self._count(_SHARED.get(self.name))) is not None:
+            each = self.total // count
             own = first // each, -(-stop // each)
             is_whole = first % each == 0 == stop % each
-            return {"shared": own} if is_whole or own[1] - own[0] == 1 else None
+            return {_SHARED[self.name]: own} if is_whole or own[1] - own[0] == 1 else None
         groups = self._groups
         if groups > 1 and (x := views["x"]) is not None:
             channels = x.shape[1] // groups
             return {"c": (first // self.unit * channels, stop // self.unit * channels)}
         return {}
+
+    def _count(self, size: str | None) -> int | None:
+        """A declared size of the call, None if no input has it."""
+        for operand, view in zip(self.kernel.inputs, self.kernel.bind(self.call), strict=False):
+            if size is not None and view is not None and (dims := _dims(operand.sizes, size, view.rank)):
+                return view.shape[dims[0]]
+        return None
 
 
 def _sliced(view: View, sizes: Sequence[str] | None, ranges: Ranges) -> View:

@@ -92,9 +92,10 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "linear":
         return linear_chain(draw(st.integers(1, 40)), *draw(st.lists(st.integers(1, 90), min_size=2, max_size=4)))
     if kind == "attention":
-        heads, shared, length = draw(st.sampled_from(((4, 2), (3, 1), (6, 6)))) + (draw(st.integers(1, 20)),)
-        q = g.input("q", 1, heads, length, 8)
-        k, v = (g.input(name, 1, shared, length, 8) for name in "kv")
+        heads, shared = draw(st.sampled_from(((4, 2), (3, 1), (6, 6))))
+        batch, length = draw(st.integers(1, 8)), draw(st.integers(1, 20))
+        q = g.input("q", batch, heads, length, 8)
+        k, v = (g.input(name, batch, shared, length, 8) for name in "kv")
         attention = "aten.scaled_dot_product_attention.default"
         g.output(g("aten.relu.default", g(attention, q, k, v, None, 0.0, False, scale=None, enable_gqa=True)))
         return g.ir()

@@ -122,6 +122,17 @@ def call_of(case: Case, compute: str) -> KernelCall:
     return KernelCall(case.kernel, _source(case), inputs, outputs, _with_defaults(case), case.name)
 
 
+def memory_of(case: Case, compute: str, seed: int) -> dict[str, np.ndarray]:
+    """The memory of a case's operands by the names of their buffers, with gaps and guard, filled as the case says."""
+    rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
+    operands = [("in", t, index) for index, t in enumerate(case.inputs)]
+    operands += [("out", t, index) for index, t in enumerate(case.outputs)]
+    return {
+        f"{stem}{index}": _Memory(f"{stem}{index}", t, compute, rng, stem == "out" and t.values is None).data
+        for stem, t, index in operands
+    }
+
+
 def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
     """Run a case twice, with poison in all memory that it has to write first.
 
