@@ -51,7 +51,10 @@ def test_parts_of_a_call_compute_its_result(case: Case, seed: int) -> None:
     for parts in divisions(call):
         if len(parts) > 1 and not is_gated(call):
             for name, found in after(parts, memory).items():
-                np.testing.assert_allclose(found, expected[name], 1e-4, 1e-5, err_msg=f"{name} of {len(parts)} parts")
+                largest = np.abs(found[np.isfinite(found)]).max(initial=1.0)  # sums of parts differ by their order
+                np.testing.assert_allclose(
+                    found, expected[name], 1e-4, 1e-6 * largest, err_msg=f"{name} of {len(parts)}"
+                )
 
 
 def test_calls_of_most_families_can_be_divided() -> None:

@@ -250,7 +250,7 @@ def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format:
     assert_close(outcome, 4e-3)
 
 
-@pytest.mark.parametrize("name", ["edge", "tiny"])
+@pytest.mark.parametrize("name", drawn(("edge", "tiny"), 1 / 2))
 @DRAWS
 @given(
     n=st.integers(1, 5), shared=st.integers(1, 3), rep=st.integers(1, 3), d=st.integers(1, 16), e=st.integers(1, 24),
@@ -275,7 +275,7 @@ def test_attention_over_a_pool_of_blocks(
     assert_same(name, "paged_attention_kernel", operands, [out], params, tolerance=4.0)
 
 
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache", drawn(["int8", "fp8"], 1 / 2))
 @pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_chips import linear_layers
@@ -53,7 +54,7 @@ def program() -> CompiledProgram:
     return compile_ir(linear_layers(ROWS, WIDTH, LAYERS), options=F16)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", drawn([1, 2], 1 / 2))
 def test_what_lies_in_the_l2_does_not_go_to_dram(program: CompiledProgram, cores: int) -> None:
     without, with_l2 = (simulate(program, chip_with(64 << 10, l2, cores=cores)) for l2 in (None, 4 << 20))
     assert without.dram_bytes >= WEIGHTS + BYTES_IN + BYTES_OUT and without.l2_bytes == 0
@@ -161,7 +162,7 @@ def test_a_transfer_outside_of_the_l2_is_refused(size: int | None, first: int, m
         verify(program, chip)
 
 
-@pytest.mark.parametrize("sharing", Sharing)
+@pytest.mark.parametrize("sharing", drawn(Sharing, 1 / 2))
 def test_tenants_have_parts_of_the_l2(program: CompiledProgram, sharing: Sharing) -> None:
     other = compile_ir(linear_layers(ROWS, 256, LAYERS), options=F16)
     chip = dataclasses.replace(
@@ -179,9 +180,9 @@ values = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(values, max_size=20), st.integers(1, 64))
-def test_values_that_live_at_once_do_not_overlap(drawn: list[_Value], blocks: int) -> None:
+def test_values_that_live_at_once_do_not_overlap(values_of_a_run: list[_Value], blocks: int) -> None:
     placed: list[tuple[_Value, int]] = []
-    for value in drawn:
+    for value in values_of_a_run:
         address = _lowest_free(value, placed, 64 * blocks)
         if address is not None:
             assert 0 <= address <= 64 * blocks - value.size

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from ir_builder import IRBuilder
 from native_on_tensors import memory_of
 from reference_kernels import reference_launch
@@ -322,19 +323,19 @@ def test_a_slow_native_kernel_is_given_to_pytorch_and_the_choice_is_kept(slow_na
     assert later._tuner.trials == 0 and not slow_native, "the choice comes from the file"
 
 
-def test_a_kept_choice_is_found_by_a_process_that_has_not_imported_pytorch() -> None:
+@pytest.mark.parametrize("variables", drawn(({}, {"OMP_NUM_THREADS": "1"}), 1 / 2))
+def test_a_kept_choice_is_found_by_a_process_that_has_not_imported_pytorch(variables: dict[str, str]) -> None:
     """PyTorch begins with as many threads as are expected of it before, which are a part of the name of a choice."""
     code = (
         "import sys; from npu_runtime.cpu.tuning import machine; from npu_runtime.pytorch import torch_threads;"
         "print(*machine(False).values(), torch_threads(), 'torch' in sys.modules);"
     )
     after = f"{code} import torch; {code}"
-    for variables in ({}, {"OMP_NUM_THREADS": "1"}):
-        done = subprocess.run(
-            [sys.executable, "-c", after], env={**os.environ, **variables}, capture_output=True, text=True, check=True
-        )
-        first, second = done.stdout.splitlines()
-        assert first.endswith(" False") and second == first.replace("False", "True")
+    done = subprocess.run(
+        [sys.executable, "-c", after], env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first.endswith(" False") and second == first.replace("False", "True")
 
 
 def test_a_call_of_another_shape_is_tried_by_itself(slow_native: list[str]) -> None:

@@ -128,6 +128,7 @@ def test_another_tokenizer_beside_the_file_is_not_mistaken_for_the_stored_one(fi
     assert before == TEMPLATE and load_checkpoint(path).tokenizer.chat_template == whole.chat_template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_second_start_needs_neither_torch_nor_transformers(file: Path, tmp_path: Path) -> None:
     code = f"""

@@ -77,7 +77,7 @@ def _rebuilt(checkpoint: Checkpoint) -> Any:
     return rebuilt
 
 
-@pytest.mark.parametrize("name", drawn(TYPES, 1 / 3))
+@pytest.mark.parametrize("name", drawn(TYPES, 1 / 5))
 def test_a_file_is_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
     rebuilt = _rebuilt(load_checkpoint(path, "float32"))
@@ -107,7 +107,7 @@ def test_matrices_stay_in_few_bits(made: tuple[str, str], tmp_path: Path) -> Non
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", drawn(TYPES, 1 / 3))
+@pytest.mark.parametrize("name", drawn(TYPES, 1 / 5))
 def test_a_file_generates_what_the_converted_model_does(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
     ids = np.random.default_rng(1).integers(0, decoders.VOCAB, 20).tolist()

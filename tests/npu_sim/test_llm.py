@@ -459,7 +459,7 @@ def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> No
     assert memory[0] == memory[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", drawn_cases(["llama", "qwen2", "qwen3"], 1 / 3))
 @pytest.mark.parametrize("tokens", [CHUNK, 1])
 def test_a_layer_takes_few_launches_and_one_partition(family: str, tokens: int) -> None:
     def program(layers: int) -> tuple[dict[str, Any], Any]:

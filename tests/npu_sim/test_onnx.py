@@ -56,10 +56,10 @@ def linear(path: Path, batch: int | str | None = 2, opset: int = 20) -> tuple[Pa
 
 
 def test_a_sample_of_the_node_tests_is_right() -> None:
-    sample = Random(7).sample([case for case in onnx_suite.cases() if not onnx_suite.out_of_scope(case.model)], 24)
+    sample = Random(7).sample([case for case in onnx_suite.cases() if not onnx_suite.out_of_scope(case.model)], 10)
     results = list(onnx_suite.outcomes(sample))
     assert not [x for x in results if x.kind not in (onnx_suite.RIGHT, onnx_suite.REFUSED)]
-    assert sum(x.kind == onnx_suite.RIGHT for x in results) >= 21
+    assert sum(x.kind == onnx_suite.RIGHT for x in results) >= 9
 
 
 @pytest.mark.slow

@@ -141,6 +141,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.slow
 def test_a_simulated_chip_says_the_tokens_of_the_cpu(checkpoint: Checkpoint, alone: LanguageModel) -> None:
     sizes = {"block_size": BLOCK, "blocks": BLOCKS, "context_length": CONTEXT, "max_tokens": 8}
     model = PagedModel(checkpoint, device="npu:edge", **sizes)

@@ -152,6 +152,7 @@ def test_a_saved_module_that_is_divided_is_in_the_time_of_chip_and_host(folder: 
     assert all(stage["simulated"]["cycles"] > 0 for stage in ran["stages"] if stage["device"] == "npu")
 
 
+@pytest.mark.slow
 def test_the_page_of_ops_is_written_to_a_file(folder: Path) -> None:
     path = folder / "ops.md"
     result = run("ops", "--npu", folder / "chip.toml", "-o", path)

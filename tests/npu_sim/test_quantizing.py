@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from gguf_files import save_gguf
 from safetensors.torch import load_file, save_file
 from tiny_llms import save_tiny, save_tokenizer
@@ -288,9 +289,7 @@ TUNED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "format", [*TUNED[:2], *(pytest.param(format, marks=pytest.mark.slow) for format in TUNED[2:])], ids=str
-)
+@pytest.mark.parametrize("format", drawn(TUNED, 1 / 4))
 def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, format: QuantizedFormat) -> None:
     checkpoint = load_checkpoint(source, "float32", "none")
     network = Layerwise(checkpoint)

@@ -27,7 +27,10 @@ def checkpoint(config: Qwen2Config, state: dict[str, torch.Tensor]) -> Checkpoin
     return Checkpoint("qwen2.5-1.5b", config, state, "bfloat16", load_tokenizer=lambda: None)
 
 
-@pytest.mark.parametrize(("tokens", "per_layer"), [(PROMPT, 10), (1, 9)], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("tokens", "per_layer"),
+    [pytest.param(PROMPT, 10, id="prefill", marks=pytest.mark.slow), pytest.param(1, 9, id="decode")],
+)
 def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int, per_layer: int) -> None:
     ir = qwen_step(tokens)
     plan = npu_compiler.partition(ir)

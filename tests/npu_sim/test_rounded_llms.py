@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import drawn
 from metal_harness import METAL_DEVICE
 from tiny_llms import save_tiny
 
@@ -30,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 ROUNDED = [{"kv_cache": "int8"}, {"kv_cache": "fp8"}, {"quantization": "int8+int8"}, {"quantization": "fp8+fp8"}]
 
 
-@pytest.mark.parametrize("settings", ROUNDED, ids=str)
+@pytest.mark.parametrize("settings", drawn(ROUNDED, 1 / 2))
 def test_rounded_activations_and_caches_cost_little(llama: Checkpoint, settings: dict[str, Any]) -> None:
     """Prefill and decode round alike; where the native kernels do, so does NumPy."""
     checkpoint, tokens = replace(llama, **settings), list(range(10, 10 + CHUNK))

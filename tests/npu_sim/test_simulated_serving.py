@@ -113,6 +113,7 @@ def test_programs_are_few_and_kept(checkpoint: Checkpoint) -> None:
     assert again.simulated == 0 and again.used == first.used
 
 
+@pytest.mark.slow
 def test_more_bandwidth_makes_no_step_slower(checkpoint: Checkpoint) -> None:
     from npu_model.analysis.simulation import MONOTONE_WITHIN
 
