@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import random
 import tempfile
@@ -103,6 +104,14 @@ def shared_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_SIM_CACHE", str(cache))
         yield
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_a_server_end_with_the_test() -> Iterator[None]:
+    """Take from the loggers what `serve` added: its threads may log once more when pytest has closed stderr."""
+    yield
+    for name in ("npu_sim.serving.http", "uvicorn.error"):
+        logging.getLogger(name).handlers.clear()
 
 
 @pytest.fixture
