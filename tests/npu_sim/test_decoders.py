@@ -167,6 +167,19 @@ def test_layers_with_windows_and_soft_caps_read_the_pool_in_place(
     assert found == [[state.window, cap] for state in states]
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+def test_pieces_of_prompts_that_end_anywhere_in_a_window_are_right(model_type: str, tmp_path: Path) -> None:
+    """Steps of few tokens of several sequences; all of Mistral's layers have windows, so its blocks are released."""
+    decoders.save_tiny(model_type, tmp_path / "model")
+    eager = decoder_answers.Eager(tmp_path / "model")
+    whole = decoder_answers.prompts()[0]
+    prompts = [whole, whole[7:50], whole[:5], whole[20:54]]
+    sizes = {"block_size": 4, "blocks": 60, "max_tokens": 19, "max_sequences": 3}
+    answers = decoder_answers.served(tmp_path / "model", asked=prompts, **sizes)
+    outcome = decoder_answers.judged(eager, "float32", answers)
+    assert outcome.kind == "right", outcome
+
+
 _RANDOM = Random(int(os.environ["TEST_SEED"]))
 DRAWN = [(name, _RANDOM.choice(decoders.DTYPES)) for name in _RANDOM.sample(decoders.model_types(), 12)]
 
