@@ -109,7 +109,7 @@ inline void attend(
         score += simd_shuffle_xor(score, 2);
         score += simd_shuffle_xor(score, 1);
         if (attended) {
-            score = score * problem.scale + bias;
+            score = problem.capped(score * problem.scale) + bias;
             const float before = largest;
             largest = max(largest, score);
             const float shrink = exp(before - largest);

@@ -58,6 +58,8 @@ struct Problem {
         return load(mask, mask_type, index);
     }
 
+    float capped(float score) const { return score; }
+
     void put(uint query, uint dim, float value) const {
         const uint index = base(views[4], head) + query * views[4].strides[2] + dim * views[4].strides[3];
         store(out, out_type, index, value);

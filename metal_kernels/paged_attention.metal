@@ -8,6 +8,8 @@ constant uint out_type [[function_constant(3)]];
 struct PagedAttentionParams {
     float scale;
     uint block_size;
+    uint window;  // 0: none
+    float soft_cap;  // 0: none
 };
 
 struct PagedProblem {
@@ -19,7 +21,9 @@ struct PagedProblem {
     constant Strided *views;  // q, k, v, tables, sequences, positions, out
     float scale;
     uint block_size;
-    uint keys;  // that the token attends to
+    uint keys;  // up to the token's own
+    uint first;  // those before are outside of its window
+    float soft_cap;
     uint head;
 
     uint width() const { return views[0].shape[2]; }
@@ -39,7 +43,11 @@ struct PagedProblem {
     uint v_row(uint key) const { return pool_row(key) * views[2].strides[0] + kv_head() * views[2].strides[1]; }
 
     uint key_count(uint) const { return keys; }
-    float bias(uint, uint key) const { return key < keys ? 0.0f : -INFINITY; }
+    float bias(uint, uint key) const { return key >= first && key < keys ? 0.0f : -INFINITY; }
+
+    float capped(float score) const {
+        return soft_cap == 0.0f ? score : soft_cap * precise::tanh(score / soft_cap);
+    }
 
     void put(uint token, uint dim, float value) const {
         const uint index = token * views[6].strides[0] + head * views[6].strides[1] + dim * views[6].strides[2];
@@ -56,7 +64,11 @@ inline PagedProblem paged_problem(
     const int context = int(views[3].shape[1] * params.block_size);
     const int position = clamp(positions[token * views[5].strides[0]], 0, context - 1);
     device const int *table = tables + uint(sequence) * views[3].strides[0];
-    return PagedProblem{q, k, v, table, out, views, params.scale, params.block_size, uint(position) + 1, head};
+    const uint keys = uint(position) + 1;
+    const uint first = params.window == 0 || keys < params.window ? 0 : keys - params.window;
+    return PagedProblem{
+        q, k, v, table, out, views, params.scale, params.block_size, keys, first, params.soft_cap, head
+    };
 }
 
 kernel void paged_attention_kernel(

@@ -12,11 +12,12 @@ from cuda_compiler.resident.phases import BACKOFF_NS, Phase
 from cuda_compiler.rules.attention import (
     BLOCK_KEYS,
     BLOCK_ROWS,
-    PAGED,
     found_memory,
     heads_together,
+    keys_of_tile,
     suits_tensor_cores,
     team_memory,
+    without_absent_limits,
 )
 from cuda_compiler.rules.rotary import by_heads
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
@@ -83,7 +84,7 @@ def attention_phase(match: AttentionMatch) -> Phase:
         tokens, heads, _ = match.q.shape
         rows = constants["sharing"] = heads_together(heads, match.k.shape[1])
         problems, angles, first_tile = tokens * heads // rows, tokens, 8
-        keys = match.call.inputs[PAGED.index("tables")].shape[1] * match.call.params["block_size"]
+        keys = keys_of_tile(match.call, 1)
         file, function = "resident/paged_attention.cu", "attend_pool"
     else:
         batch, heads, angles, _ = match.q.shape
@@ -96,7 +97,7 @@ def attention_phase(match: AttentionMatch) -> Phase:
     splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), max(MULTIPROCESSORS // items, 1))
     constants |= {"splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS}
     return Phase(
-        match.call,
+        without_absent_limits(match.call),
         file,
         function,
         {**match.inputs, "message": None},

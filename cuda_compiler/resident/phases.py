@@ -129,7 +129,7 @@ class Phase:
                 f"#define PREFETCH {function} prefetch(PrefetchQueue &queue{operands})",
                 f"#define PHASE(name) {function} name("
                 f"Ring &ring, Grid &grid, PrefetchQueue &queue, char *shared{operands})",
-                kernel_text(self.file, self.function),
+                kernel_text(self.file, self.function, frozenset(self.call.params)),
                 "#undef PREFETCH",
                 "#undef PHASE\n",
             ]

@@ -18,6 +18,7 @@ from cuda_compiler.rules.attention import BLOCK_KEYS
 Array: TypeAlias = NDArray[Any]
 
 _LOWEST = np.float32(-3.402823466e38)
+_HIDDEN = np.float32(-np.inf)
 
 
 def rms_norm(x: Array, gain: Array | None, eps: float, gain_offset: float) -> Array:
@@ -100,16 +101,19 @@ def update_cache(cache: Array, index: Array, rows: Array) -> Array:
 
 
 def attend_split(
-    q: Array, k: Array, v: Array, bias: Array, scale: float, split: int, splits: int
+    q: Array, k: Array, v: Array, bias: Array, scale: float, split: int, splits: int, soft_cap: float = 0.0
 ) -> tuple[Array, Array, Array]:
     """The partial sums of one split of the keys: every `splits`-th tile of them, from tile number `split`.
 
     Shapes: q [B, H, T, D]; k [B, KV, S, D]; v [B, KV, S, Dv]; bias [B, H, T, S], -inf for a key not attended to.
+    A soft cap bounds the scores.
+
     Returns each row's largest score and the total of its weights [B, H, T, 1], and its weighted values [B, H, T, Dv].
     """
     own = np.arange(k.shape[2]) // BLOCK_KEYS % splits == split
     k, v = (np.repeat(cache[:, :, own].astype(np.float32), q.shape[1] // k.shape[1], 1) for cache in (k, v))
-    scores = q.astype(np.float32) @ k.swapaxes(2, 3) * np.float32(scale) + bias[..., own]
+    scores = q.astype(np.float32) @ k.swapaxes(2, 3) * np.float32(scale)
+    scores = (soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores) + bias[..., own]
     largest = scores.max(-1, keepdims=True, initial=_LOWEST)
     weights = np.exp(scores - largest)
     return largest, weights.sum(-1, keepdims=True), weights @ v
@@ -123,9 +127,9 @@ def combine_partials(largest: Array, total: Array, sums: Array) -> Array:
     return result
 
 
-def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits: int) -> Array:
+def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits: int, soft_cap: float = 0.0) -> Array:
     """Attention over splits of the keys; shapes as in `attend_split`, result [B, H, T, Dv]."""
-    parts = [attend_split(q, k, v, bias, scale, split, splits) for split in range(splits)]
+    parts = [attend_split(q, k, v, bias, scale, split, splits, soft_cap) for split in range(splits)]
     return combine_partials(*(np.stack(part) for part in zip(*parts, strict=True))).astype(q.dtype)
 
 
@@ -138,7 +142,7 @@ def update_pool(pool: Array, slots: Array, rows: Array) -> Array:
     return updated
 
 
-def attend_pool(
+def attend_pool(  # noqa: PLR0913 -- operands and parameters of the phase
     q: Array,
     k: Array,
     v: Array,
@@ -147,6 +151,8 @@ def attend_pool(
     block_size: int,
     scale: float,
     splits: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Array:
     """Paged attention of tokens of many sequences, each over splits of the keys up to its own position.
 
@@ -154,14 +160,18 @@ def attend_pool(
 
     Args:
         reached: Each token's sequence and position.
+        window: Number of last keys that a token attends to, whose splits begin with the block of the pool in which the
+            window begins; 0: all.
+        soft_cap: Bound of the scores; 0: none.
     """
     results = []
     for query, (sequence, position) in zip(q, reached, strict=True):
-        keys = np.arange(position + 1)
+        first = max(0, position + 1 - window) if window else 0
+        keys = np.arange(first // block_size * block_size, position + 1)
         rows = tables[sequence, keys // block_size] * block_size + keys % block_size
         own_k, own_v = (pool[rows].swapaxes(0, 1)[None] for pool in (k, v))
-        bias = np.zeros((1, q.shape[1], 1, len(keys)), np.float32)
-        results.append(attend_keys(query[None, :, None], own_k, own_v, bias, scale, splits)[0, :, 0])
+        bias = np.broadcast_to(np.where(keys < first, _HIDDEN, 0), (1, q.shape[1], 1, len(keys)))
+        results.append(attend_keys(query[None, :, None], own_k, own_v, bias, scale, splits, soft_cap)[0, :, 0])
     return np.stack(results)
 
 

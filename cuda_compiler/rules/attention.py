@@ -398,14 +398,15 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
             call reads besides q, k and v. With this, the first keys may be read while that kernel still runs, except
             before Hopper and if most tokens belong to prompts. None means to wait for that kernel.
     """
-    q, k, v, tables, _, _ = call.inputs
+    call = without_absent_limits(call)
+    q, k, v, *_ = call.inputs
     (out,) = call.outputs
     inputs: dict[str, View | None] = {**dict(zip(PAGED, call.inputs, strict=True)), "written": None}
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
         return [_paged_plain(make, call, inputs)]
     sharing = heads_together(heads, k.shape[1])
-    head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
+    head_groups = heads // sharing
     team, many = team_warps(width, value_width), tokens >= _MANY_TOKENS
     if _sharing_memory(q, v, team, BLOCK_ROWS, _PAGED_STAGES) > make.gpu.shared_memory or team > _WARPS:
         return [_paged_plain(make, call, inputs)]
@@ -420,7 +421,8 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         return [_paged_pieces(make, call, inputs, constants, head_groups)]
     if make.gpu.has_clusters and not together:
         return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
-    splits = min(groups(context, _WARPS // team * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
+    keys = keys_of_tile(call, rows // sharing)
+    splits = min(groups(keys, _WARPS // team * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     shared = split_memory(BLOCK_ROWS, width, value_width)
     if together or splits == 1:
         return [
@@ -453,6 +455,23 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
     return [split, _combine(make, call, parts, out.unsqueeze(2))]
 
 
+def without_absent_limits(call: KernelCall) -> KernelCall:
+    """A call of paged attention without the parameters of a window or a soft cap that it does not have.
+
+    Its source does not mention them then.
+    """
+    params = {name: value for name, value in call.params.items() if value or name not in ("window", "soft_cap")}
+    return replace(call, params=params)
+
+
+def keys_of_tile(call: KernelCall, tile_tokens: int) -> int:
+    """Greatest number of keys that a tile of so many tokens of a sequence reads, in whole blocks of the pool."""
+    block_size = int(call.params["block_size"])
+    context = call.inputs[PAGED.index("tables")].shape[1] * block_size
+    window = call.params.get("window", 0)
+    return min(context, (groups(window + tile_tokens - 1, block_size) + 1) * block_size) if window else context
+
+
 def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
     """The call of the plain kernel: a block computes `_SLICE` dimensions of the result of one token and head."""
     (tokens, heads, value_width), (out,) = (*call.inputs[0].shape[:2], call.inputs[2].shape[2]), call.outputs
@@ -483,9 +502,9 @@ def _paged_tokens(
     The number and the size of the blocks are those that let the most warps run at a time. In a long context, at least
     two blocks share the keys of a tile, since one long sequence could keep the others waiting.
     """
-    q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
-    context, tiles = tables.shape[1] * call.params["block_size"], q.shape[0] * head_groups
-    team, least = team_warps(q.shape[2], v.shape[2]), 2 if context > _LONG else 1
+    q, v = call.inputs[0], call.inputs[2]
+    keys, tiles = keys_of_tile(call, constants["tile_tokens"]), q.shape[0] * head_groups
+    team, least = team_warps(q.shape[2], v.shape[2]), 2 if keys > _LONG else 1
 
     def division(warps: int, resident: int) -> tuple[float, int, int, int]:
         """A division of each tile's keys among blocks of `warps` warps, `resident` of them per multiprocessor.
@@ -493,7 +512,7 @@ def _paged_tokens(
         Returns:
             The average number of warps per tile, which ranks divisions; blocks per tile; `warps`; `resident`.
         """
-        splits, most = 1, min(_MOST_SHARERS, groups(context, warps // team * BLOCK_KEYS))
+        splits, most = 1, min(_MOST_SHARERS, groups(keys, warps // team * BLOCK_KEYS))
         while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
             splits *= 2
         return warps * splits / groups(tiles, resident * CLUSTERS[splits]), splits, warps, resident
@@ -520,10 +539,10 @@ def _paged_pieces(
         head_groups: Number of blocks that divide the heads of a tile.
     """
     q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
-    context, rows = tables.shape[1] * call.params["block_size"], _WARPS * BLOCK_ROWS
+    keys, rows = keys_of_tile(call, constants["tile_tokens"]), _WARPS * BLOCK_ROWS
     full = groups(q.shape[0], constants["tile_tokens"])
-    least = 2 if context > _LONG else 1
-    most = min(_MOST_SHARERS, groups(context, _WARPS * BLOCK_KEYS))
+    least = 2 if keys > _LONG else 1
+    most = min(_MOST_SHARERS, groups(keys, _WARPS * BLOCK_KEYS))
     splits = 1
     while 2 * splits <= most and (full * head_groups * splits < MULTIPROCESSORS or splits < least):
         splits *= 2

@@ -152,10 +152,13 @@ def expression(op: Elementwise, rounds: bool) -> str:
 def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bool) -> str:
     """The C definitions of a call's parameters, in namespace `param`, and of its activations as functions.
 
+    A declared parameter that the call lacks has none: its rule left it out, and the template does not mention it.
+
     Args:
         rounds: Whether the results are rounded to 16 bits.
     """
-    lines = [line for name, fmt in fields.items() for line in _parameter(name, fmt, params)]
+    given = [(name, fmt) for name, fmt in fields.items() if fmt == "?" or name in params]
+    lines = [line for name, fmt in given for line in _parameter(name, fmt, params)]
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
     for param, function in _FUNCTIONS.items():
         if param in params:

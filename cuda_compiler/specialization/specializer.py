@@ -180,7 +180,7 @@ class Specializer:
                 specialized(call, KERNELS.get(call.kernel), inputs, outputs, template.constants),
                 kernel_signature(inputs, outputs, shared, *template.shape),
                 *([template.definitions] if template.definitions else []),
-                kernel_text(template.file, template.function),
+                kernel_text(template.file, template.function, frozenset(call.params)),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
             self._names[key] = self.add_source(index_type(views) + "\n".join(parts))

@@ -80,8 +80,9 @@ declare_kernel(
 
 
 def _paged_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """The matrix products of paged attention, as if each token attended to all keys of its sequence's table."""
+    """The matrix products of paged attention, as if each token attended to all keys of its window, or of its table."""
     rows, keys, batch = call.h // call.shared, call.t * call.block_size, call.n * call.shared
+    keys = min(keys, call.window or keys)
     return (Product(rows, keys, call.d, batch), Product(rows, call.e, keys, batch))
 
 
@@ -102,6 +103,8 @@ declare_kernel(
     products=_paged_products,
     scale="f",
     block_size="I",
+    window="I",
+    soft_cap="f",
 )
 
 
@@ -363,6 +366,9 @@ def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return f"paged attention of queries {list(query)} over tables {list(tables)}"
     if block < 1 or keys[0] < block or keys[0] % block:
         return f"paged attention over {keys[0]} rows in blocks of {block}"
+    window, soft_cap = node.attrs.get("window", 0), node.attrs.get("soft_cap", 0.0)
+    if window < 0 or not 0 <= soft_cap < math.inf:
+        return f"paged attention with a window of {window} keys and a soft cap of {soft_cap}"
     if graph.tensors[node.inputs[1]].storage != graph.tensors[node.inputs[2]].storage:
         return "paged attention whose keys and values are stored in different dtypes"
     if not all(is_int(graph.tensors[name].dtype) for name in node.inputs[3:]):
@@ -384,15 +390,21 @@ def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
     attends to positions 0..positions[n] of sequence sequences[n]; the key at position p is row
     tables[sequence, p // block_size] * block_size + p % block_size. An entry that is out of range counts as the nearest
     valid one: a sequence among S, a position among T * block_size, a block among rows / block_size.
+
+    With a `window` above 0 it attends to the last `window` of these positions alone; what the rows of earlier ones and
+    their entries in the table hold does not matter. With a `soft_cap` c above 0, a scaled score s becomes c · tanh(s /
+    c) before the softmax.
     """
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
     tables, sequences, positions = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[3:])
     out = ctx.output()
     block = int(node.attrs["block_size"])
+    window, soft_cap = int(node.attrs.get("window", 0)), float(node.attrs.get("soft_cap", 0.0))
     keys = tables.shape[1] * block
+    keys = min(keys, window) if window else keys
     pool_rows = min(k.shape[0], tables.shape[0] * keys)
     read = sum(distinct_bytes(view) * pool_rows // view.shape[0] for view in (k, v))
-    params = {"scale": float(node.attrs["scale"]), "block_size": block}
+    params = {"scale": float(node.attrs["scale"]), "block_size": block, "window": window, "soft_cap": soft_cap}
     ctx.emit(
         "paged_attention_kernel",
         [q, k, v, tables, sequences, positions],

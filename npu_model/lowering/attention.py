@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
+from npu_model.lowering.elementwise import need_functions
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.indexing import pick_box
@@ -135,6 +137,8 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 def _paged_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.q.dtype)
+    if o.soft_cap:
+        need_functions(chip, ELEMENTWISE["tanh"], True)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     heads, blocks = o.q.shape[1], o.tables.shape[1]
@@ -154,7 +158,8 @@ def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """Paged attention: each token attends to its sequence's rows of a pool, in the blocks of a block table.
 
     DMA engines gather the block table of the token's sequence, then the rows of keys and values; the vector engine
-    computes the row numbers and a mask of the keys up to the token's position. Out-of-range numbers are clamped.
+    computes the row numbers and a mask of the keys up to the token's position, or of those in its window, though all
+    are gathered. Out-of-range numbers are clamped.
     """
     tokens, heads, width = o.q.shape
     rows, shared, value_width = o.v.shape
@@ -173,7 +178,7 @@ def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 axis = Axis(together * block, part * (together * block), keys)
                 places = _block_rows(e, o, pick_box(e, o.tables, (Axis(1), own), sequence, sequences), own, axis)
                 k, v = (pick_box(e, view, (axis, of_groups, Axis(view.shape[2])), places, rows) for view in (o.k, o.v))
-                mask = _up_to(e, position, axis)
+                mask = _up_to(e, position, axis, o.window)
                 operands = q, _by_group(k), _by_group(v), mask.reshaped((Axis(1), Axis(1), Axis(1), axis), (0, 0, 0, 1))
                 _attend(e, o, tiles, operands, axis, () if parts(blocks, together) == 1 else (e.depth - 1,))
             out_box = [*box, (ZERO, value_width)]
@@ -206,12 +211,15 @@ def _block_rows(e: Emitter, o: Operands, table: Piece, blocks: Axis, keys: Axis)
     return places.reshaped((keys,), places.strides[1:])
 
 
-def _up_to(e: Emitter, position: Piece, keys: Axis) -> Piece:
-    """A mask of the keys whose position is at most that of the token."""
+def _up_to(e: Emitter, position: Piece, keys: Axis, window: int) -> Piece:
+    """A mask of the keys whose position is at most that of the token: all, or with a `window` the last so many."""
     mask = e.room((keys,), "bool")
     program = VectorProgram((keys,))
-    last = program.input(position, None)
-    program.emit(e, [(program.op("le", program.op("coordinate", attrs=(0,)), last), mask, (0,))])
+    last, key = program.input(position, None), program.op("coordinate", attrs=(0,))
+    seen = program.op("le", key, last)
+    if window:
+        seen = program.op("logical_and", seen, program.op("gt", program.op("add", key, float(window)), last))
+    program.emit(e, [(seen, mask, (0,))])
     return mask
 
 
@@ -335,6 +343,8 @@ def _softmax(
     before = program.carried(largest, _LOWEST, begins, 0, 1, 2, None)
     sums = program.carried(total, 0.0, begins, 0, 1, 2, None)
     value = program.op("mul", value, float(o.scale))
+    if soft_cap := getattr(o.names, "soft_cap", 0.0):
+        value = program.op("mul", program.op("tanh", program.op("mul", value, 1.0 / soft_cap)), float(soft_cap))
     if allowed is not None and mask is not None:
         if mask.dtype == "bool":
             value = program.op("where", allowed, value, _LOWEST)

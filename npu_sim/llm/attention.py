@@ -239,7 +239,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @torch.library.custom_op("npu::paged_attention", mutates_args=())
-def paged_attention(
+def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -248,15 +248,18 @@ def paged_attention(
     positions: torch.Tensor,
     block_size: int,
     scale: float,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """Compute softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
 
     Query [N, H, D], keys [rows, KV, D], values [rows, KV, Dv], tables [S, T], sequences and positions [N] → [N, H, Dv],
     in the query's dtype. The trace of a model has this as one op, which
-    `npu_compiler.ops.transformer.lower_paged_attention` lowers; see there for the keys that a token attends to.
+    `npu_compiler.ops.transformer.lower_paged_attention` lowers; see there for the keys that a token attends to, and for
+    the soft cap.
     """
-    attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
-    return attended.to(query.dtype)
+    where = (tables, sequences, positions, block_size)
+    return attention.paged_attention(query, keys, values, *where, scale, window, soft_cap).to(query.dtype)
 
 
 @paged_attention.register_fake
@@ -273,6 +276,7 @@ def attend_to_pages(
     attention_mask: PageMask | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -281,6 +285,7 @@ def attend_to_pages(
     Args:
         attention_mask: Result of `PagePlaces.mask`; None is refused.
         scaling: Factor of the scores. None: 1 / √D.
+        softcap: Bound c of the scores, which become c · tanh(score / c). None: they are not bounded.
 
     Raises:
         InputError: the model asks for a feature that paged attention lacks.
@@ -288,13 +293,12 @@ def attend_to_pages(
     _check_dropout(dropout)
     if not isinstance(attention_mask, PageMask) or keys.dim() != 3:
         raise InputError("its attention has a mask of its own, which paged attention does not compute")
-    features = asked_features(module, others)
-    if features or attention_mask.window:
+    if features := asked_features(module, others):
         raise InputError(f"its attention uses {_named(features)}, which paged attention does not compute")
     paging = attention_mask.paging
     tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None
+    scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window
+    return paged_attention(tokens, keys, values, *where, paging.block_size, scale, window, softcap or 0.0)[None], None
 
 
 @folded
@@ -384,8 +388,6 @@ def asked_features(module: nn.Module, others: Mapping[str, Any]) -> list[str]:
 
 
 def _named(features: list[str]) -> str:
-    if not features:
-        return "a sliding window"
     described = _NAMES.get(features[0])
     return f"{described} ('{features[0]}')" if described else f"the argument '{features[0]}'"
 

@@ -34,7 +34,9 @@ STEPS = {
 DTYPES = ("bfloat16", "float16")
 
 
-def plan_of(name: str, dtype: str, block_size: int = 16) -> tuple[ExecutionPlan, dict[str, np.ndarray]]:
+def plan_of(
+    name: str, dtype: str, block_size: int = 16, window: int = 0
+) -> tuple[ExecutionPlan, dict[str, np.ndarray]]:
     """An update and the attention behind it, and the integers that say where."""
     lengths, rng = STEPS[name], np.random.default_rng(0)
     counts = [-(-sum(each) // block_size) for each in lengths]
@@ -61,7 +63,7 @@ def plan_of(name: str, dtype: str, block_size: int = 16) -> tuple[ExecutionPlan,
         view(name, *where[name].shape, kind="int32") for name in ("index", "tables", "sequences", "positions")
     )
     update = KernelCall("index_copy_pair_kernel", "", (index, *new), (*pools,), {"dim": 0, "checked": 1}, "update")
-    params = {"scale": WIDTH**-0.5, "block_size": block_size}
+    params = {"scale": WIDTH**-0.5, "block_size": block_size, "window": window, "soft_cap": 0.0}
     attention = KernelCall("paged_attention_kernel", "", (q, *pools, *rest), (out,), params, "attention")
     views = {view.buffer: view for call in (update, attention) for view in (*call.inputs, *call.outputs)}
     buffers = {
@@ -159,13 +161,13 @@ def test_it_compiles(name: str, dtype: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
-@pytest.mark.parametrize("block_size", [16, 8])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (8, 0), (16, 100)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", STEPS)
-def test_it_reads_no_row_before_that_is_written(name: str, dtype: str, block_size: int, seed: int) -> None:
+def test_it_reads_no_row_before_that_is_written(name: str, dtype: str, block_size: int, window: int, seed: int) -> None:
     """Rows that the update writes are NaN before. In a graph, attention's blocks are there before the update ends."""
     rng, (backend,) = np.random.default_rng(seed), cuda_gpu.cuda_backends()
-    plan, where = plan_of(name, dtype, block_size)
+    plan, where = plan_of(name, dtype, block_size, window)
     data = {
         buffer.name: rng.standard_normal(buffer.alloc_shape).astype(numpy_dtype(buffer.dtype))
         for buffer in plan.buffers.values()

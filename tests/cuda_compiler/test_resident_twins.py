@@ -93,6 +93,8 @@ def test_attention_over_splits_means_what_its_calls_do(
     splits=st.integers(1, 8),
     block_size=st.sampled_from([4, 16, 32]),
     normed=st.booleans(),
+    window=st.sampled_from([0, 1, 9, 33]),
+    soft_cap=st.sampled_from([0.0, 1.5]),
 )
 def test_attention_over_a_pool_means_what_its_calls_do(
     seed: int,
@@ -104,9 +106,12 @@ def test_attention_over_a_pool_means_what_its_calls_do(
     splits: int,
     block_size: int,
     normed: bool,
+    window: int,
+    soft_cap: float,
 ) -> None:
     phases = Phases(dtype, np.random.default_rng(seed))
-    phases.paged_attention(sharing * kv_heads, kv_heads, reached, 2 * half_width, splits, block_size, normed)
+    sizes = (sharing * kv_heads, kv_heads, reached, 2 * half_width, splits, block_size, normed)
+    phases.paged_attention(*sizes, window, soft_cap)
     check_attention(phases, dtype, normed)
 
 
@@ -181,6 +186,14 @@ def wider_attention(dtype: str, seed: int, queries: int) -> Phases:
 
 # Of sequences of different lengths; tokens in a row, in one tile and across its end; the first of a sequence.
 REACHED = [(1, 300), (0, 14), (0, 15), (0, 16), (3, 1999), (2, 0), (1, 301), (4, 700)]
+
+
+def windowed_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
+    """Paged attention of tokens that see a window alone, with a soft cap of their scores."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.paged_attention(6, 2, REACHED[:tokens], 64, splits=8, window=100, soft_cap=1.5)
+    phases.product(h, "out", 96, normed=True)
+    return phases
 
 
 def paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
@@ -265,6 +278,7 @@ PHASES_IN_16_BITS = {
     "wider attention": wider_attention,
     "paged attention": paged_attention,
     "wide paged attention": wide_paged_attention,
+    "windowed paged attention": windowed_paged_attention,
     "products between norms": products_between_norms,
     "normed paged attention": normed_paged_attention,
 }

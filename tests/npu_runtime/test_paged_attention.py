@@ -33,14 +33,16 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Pool:
-    """Operands of the kernel, in order, and its block size."""
+    """Operands of the kernel, in order, and its block size, window and soft cap."""
 
     operands: tuple[np.ndarray, ...]
     block_size: int
+    window: int = 0
+    soft_cap: float = 0.0
 
     @property
     def params(self) -> dict[str, Any]:
-        return {"scale": SCALE, "block_size": self.block_size}
+        return {"scale": SCALE, "block_size": self.block_size, "window": self.window, "soft_cap": self.soft_cap}
 
     def expected(self) -> np.ndarray:
         """[N, H, E], float64."""
@@ -48,11 +50,13 @@ class Pool:
         shared = q.shape[1] // k.shape[1]
         out = np.empty((*q.shape[:2], v.shape[2]))
         for n in range(len(q)):
-            places = np.arange(positions[n] + 1)
+            places = np.arange(max(0, positions[n] + 1 - self.window) if self.window else 0, positions[n] + 1)
             rows = tables[sequences[n], places // self.block_size] * self.block_size + places % self.block_size
             for head in range(q.shape[1]):
                 keys, values = (x[rows, head // shared].astype(np.float64) for x in (k, v))
-                weights = np.exp((scores := SCALE * keys @ q[n, head].astype(np.float64)) - scores.max())
+                scores = SCALE * keys @ q[n, head].astype(np.float64)
+                scores = self.soft_cap * np.tanh(scores / self.soft_cap) if self.soft_cap else scores
+                weights = np.exp(scores - scores.max())
                 out[n, head] = weights @ values / weights.sum()
         return out
 
@@ -65,14 +69,19 @@ def make_pool(
     heads: tuple[int, int] = (4, 2),
     width: int = 16,
     dtype: np.dtype = DTYPES[0],
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Pool:
     """Sequences whose blocks lie in the pool in any order; all rows that no token may attend to are NaN.
+
+    Blocks before the window of a sequence's first token are released: their entries in the table are any numbers.
 
     Args:
         lengths: Numbers of tokens of each sequence: in the cache, and in this step.
         heads: Numbers of heads of queries and of keys.
     """
     random = np.random.default_rng(seed)
+    firsts = [max(0, known + 1 - window) if window else 0 for known, _ in lengths]
     counts = [-(-(known + new) // block_size) for known, new in lengths]
     blocks = random.permutation(sum(counts) + 2).astype(np.int32)
     k, v = (np.full((len(blocks) * block_size, heads[1], width), np.nan, np.float32) for _ in "kv")
@@ -81,15 +90,18 @@ def make_pool(
     positions: list[int] = []
     for sequence, (known, new) in enumerate(lengths):
         tables[sequence, : counts[sequence]], blocks = np.split(blocks, [counts[sequence]])
-        places = np.arange(known + new)
+        places = np.arange(firsts[sequence], known + new)
         rows = tables[sequence, places // block_size] * block_size + places % block_size
         for pool in (k, v):
             pool[rows] = random.standard_normal((len(rows), *pool.shape[1:]))
+        released = firsts[sequence] // block_size
+        tables[sequence, :released] = random.integers(-(2**31), 2**31, released)
         sequences += [sequence] * new
         positions += range(known, known + new)
     q = random.standard_normal((len(positions), heads[0], width))
     floats = (x.astype(dtype) for x in (q, k, v))
-    return Pool((*floats, tables, np.array(sequences, np.int32), np.array(positions, np.int32)), block_size)
+    where = (tables, np.array(sequences, np.int32), np.array(positions, np.int32))
+    return Pool((*floats, *where), block_size, window, soft_cap)
 
 
 def check(library: str, pool: Pool) -> None:
@@ -105,14 +117,14 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1,
 
 def run(library: str, pool: Pool, out: np.ndarray) -> None:
     if library == "native":
-        launch = native.paged_attention(*pool.operands, pool.block_size, SCALE, out)
+        launch = native.paged_attention(*pool.operands, pool.block_size, SCALE, out, pool.window, pool.soft_cap)
         assert launch is not None
         launch()
     elif library == "numpy":
         CPU_KERNELS["paged_attention_kernel"](pool.operands, [out], pool.params)
     else:
         tensors = [numpy_to_tensor(x) for x in pool.operands]
-        out[...] = paged_attention(*tensors, pool.block_size, SCALE).numpy()
+        out[...] = paged_attention(*tensors, pool.block_size, SCALE, pool.window, pool.soft_cap).numpy()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -123,21 +135,37 @@ def run(library: str, pool: Pool, out: np.ndarray) -> None:
     block_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
     dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from([0, 1, 2, 7, 16, 17, 33]),
+    soft_cap=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
 )
 def test_every_token_attends_to_its_own_sequence_up_to_itself(
-    library: str, seed: int, lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], dtype: np.dtype
+    library: str,
+    seed: int,
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    heads: tuple[int, int],
+    dtype: np.dtype,
+    window: int,
+    soft_cap: float,
 ) -> None:
-    pool = make_pool(seed, lengths, block_size=block_size, heads=heads, dtype=dtype)
-    check(library, pool)
+    sizes: dict[str, Any] = {"block_size": block_size, "heads": heads, "window": window}
+    check(library, make_pool(seed, lengths, **sizes, dtype=dtype, soft_cap=soft_cap))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("width", (24, 64, 128))
+@pytest.mark.parametrize(("width", "window"), [(24, 0), (64, 0), (128, 0), (24, 130), (64, 37), (128, 512)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_contexts_and_long_pieces(library: str, width: int, dtype: np.dtype, seed: int) -> None:
+def test_long_contexts_and_long_pieces(library: str, width: int, window: int, dtype: np.dtype, seed: int) -> None:
     """Contexts that several threads divide, pieces of prompts of many tiles, and more rows than pass together."""
     lengths = [(700, 1), (1, 3), (0, 150), (350, 2), (300, 70), (1600, 4)]
-    check(library, make_pool(seed, lengths, block_size=16, heads=(6, 1), width=width, dtype=dtype))
+    check(library, make_pool(seed, lengths, block_size=16, heads=(6, 1), width=width, dtype=dtype, window=window))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_cap_bounds_scores_that_would_overflow_the_softmax(library: str, seed: int) -> None:
+    pool = make_pool(seed, [(40, 1), (9, 30)], block_size=16, soft_cap=2.0)
+    q, *rest = pool.operands
+    check(library, Pool((q * np.float32(1e30), *rest), 16, 0, 2.0))
 
 
 @pytest.mark.parametrize("new", (1, 4))
@@ -175,8 +203,9 @@ def graph(pool: Pool, **changed: Any) -> IRBuilder:
     return g
 
 
-def test_a_program_attends_over_a_pool() -> None:
-    pool = make_pool(3, [(5, 1), (0, 7), (30, 2)])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (5, 0.0), (0, 2.0), (9, 1.5)])
+def test_a_program_attends_over_a_pool(window: int, soft_cap: float) -> None:
+    pool = make_pool(3, [(5, 1), (0, 7), (30, 2)], window=window, soft_cap=soft_cap)
     program, device = compile(graph(pool).ir(), options=CompileOptions(compute_dtype="float32")), Device("cpu")
     names = [spec.name for spec in program.input_specs]
     buffers = {
@@ -185,6 +214,19 @@ def test_a_program_attends_over_a_pool() -> None:
     }
     (out,) = Executor(program, device).run(buffers, {}).values()
     np.testing.assert_allclose(out.to_numpy(), pool.expected(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"window": -1}, "a window of -1"),
+        ({"soft_cap": -2.0}, "a soft cap of -2.0"),
+        ({"soft_cap": float("inf")}, "a soft cap of inf"),
+    ],
+)
+def test_a_window_or_a_soft_cap_that_says_nothing_is_refused(changed: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConstraintError, match=wrong):
+        compile(graph(make_pool(3, [(5, 1)]), **changed).ir())
 
 
 @pytest.mark.parametrize(("block_size", "wrong"), [(3, "in blocks of 3"), (0, "in blocks of 0")])

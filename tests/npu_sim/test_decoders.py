@@ -39,7 +39,7 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.checkpoint import as_input_error
-from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.llm.graph import PagedShape, extract_paged, layer_states, meta_model, state_form, state_with_buffers
 from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.modules import first_position
 from npu_sim.llm.sampling import penalized
@@ -132,6 +132,52 @@ def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
     """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
     outcomes = decoders.tried(model_type, dtypes=("float32",))
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
+
+
+QWEN2_WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": decoders.WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {}),
+        ("qwen2", QWEN2_WINDOWS),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("cohere2", {}),
+        ("exaone4", {}),
+        ("ministral", {}),
+    ],
+)
+def test_layers_with_windows_and_soft_caps_read_the_pool_in_place(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    decoders.save_tiny(model_type, tmp_path / "model", changes)
+    checkpoint = load_checkpoint(tmp_path / "model", "float32")
+    states = layer_states(checkpoint)
+    assert state_form(checkpoint).is_paged and decoders.WINDOW in [state.window for state in states]
+    shape = PagedShape(4, 4, 2, blocks_per_sequence=2, blocks=5, block_size=16, history=8)
+    nodes = [node for node in extract_paged(checkpoint, shape)["nodes"] if "paged_attention" in node["op_type"]]
+    cap = getattr(checkpoint.config, "attn_logit_softcapping", None) or 0.0
+    found = [[node["attrs"][name] for name in ("window", "soft_cap")] for node in nodes]
+    assert found == [[state.window, cap] for state in states]
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+def test_pieces_of_prompts_that_end_anywhere_in_a_window_are_right(model_type: str, tmp_path: Path) -> None:
+    """Steps of few tokens of several sequences; all of Mistral's layers have windows, so its blocks are released."""
+    decoders.save_tiny(model_type, tmp_path / "model")
+    eager = decoder_answers.Eager(tmp_path / "model")
+    whole = decoder_answers.prompts()[0]
+    prompts = [whole, whole[7:50], whole[:5], whole[20:54]]
+    sizes = {"block_size": 4, "blocks": 60, "max_tokens": 19, "max_sequences": 3}
+    answers = decoder_answers.served(tmp_path / "model", asked=prompts, **sizes)
+    outcome = decoder_answers.judged(eager, "float32", answers)
+    assert outcome.kind == "right", outcome
 
 
 _RANDOM = Random(int(os.environ["TEST_SEED"]))
@@ -476,14 +522,14 @@ def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
         if name != "s_aux":  # which rows of a cache have a function for
             with pytest.raises(InputError, match=name):
                 attend_to_rows(torch.nn.Identity(), query, query, query, mask, scaling=1.0, **{name: value})
-        with pytest.raises(InputError, match=name):
-            attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **{name: value})
+        if name != "softcap":  # which pages have a parameter for
+            asked = {name: value}
+            with pytest.raises(InputError, match=name):
+                attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **asked)
     with pytest.raises(InputError, match="a dropout of 0.1"):
         attend_to_rows(torch.nn.Identity(), query, query, query, mask, dropout=0.1)
     with pytest.raises(InputError, match="a mask of its own"):
         attend_to_rows(torch.nn.Identity(), query, query, query, None)
-    with pytest.raises(InputError, match="a sliding window"):
-        attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 2))
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 4096])

@@ -61,12 +61,15 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int atomicAdd(int *to, int value) { return __sync_fetch_and_add(to, value); }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 """
 _ASSEMBLY = {
     "cvt.f32.f16": "_Float16 half; std::memcpy(&half, &value, 2); result = float(half);",
     "cvt.rn.f16.f32": "const _Float16 half = _Float16(value); std::memcpy(&result, &half, 2);",
     "ex2.approx": "result = exp2f(a);",
     "ld.global.nc.L1::no_allocate.v4": "std::memcpy(&words, data, 16);",
+    "bar.sync %0": "cpu_meet(2 + threadIdx.x / (WARP * team), WARP * team);",
 }
 _PERMUTED = r'"prmt.b32 %0, (%\d), (%\d), (%\d);"\s*:\s*"=r"\((\w+)\)\s*:(.*)'
 # sums[16 × 8] += a[16 × 32] · b[32 × 8] of bytes, as `quantized.cuh` declares it for GPUs that lack it.
@@ -88,7 +91,30 @@ _PRODUCT = """void multiply(int (&sums)[4], const unsigned (&a)[4], unsigned b0,
         }
     }
 }"""
-_TOGETHER_IF = ("reduce_team", "__syncthreads_or", "warp_first")  # what names kernels whose threads meet
+# The product of 16-bit floats that `tensor_cores.cuh` has for GPUs before Ampere, with one exchange among the lanes.
+_FLOAT_PRODUCT = re.compile(r"#else\n    // GPUs before Ampere: the same sums.*?#endif\n", re.DOTALL)
+_ONE_EXCHANGE = """#else
+    CpuWarp &warp = *cpu_warps[threadIdx.x / 32];
+    const int lane = threadIdx.x % WARP;
+    const unsigned own[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(warp.operands[lane], own, sizeof own);
+    warp.turn.arrive_and_wait();
+    for (int part = 0; part < 4; part++) {
+        const unsigned *rows = warp.operands[(lane & ~3) | part];
+        for (int i = 0; i < 8; i++) {
+            const int half = i / 4, column = i / 2 % 2, bottom = i % 2;
+            const unsigned left = rows[2 * half + bottom];
+            const unsigned right = warp.operands[(lane % 4 * 2 + column) * 4 + part][4 + half];
+            float &sum = sums[2 * bottom + column];
+            sum = fmaf(to_float(low_half(left)), to_float(low_half(right)), sum);
+            sum = fmaf(to_float(high_half(left)), to_float(high_half(right)), sum);
+        }
+    }
+    warp.turn.arrive_and_wait();
+#endif
+"""
+# Names in kernels whose threads meet.
+_TOGETHER_IF = ("reduce_team", "__syncthreads_or", "warp_first", "combine_splits")
 # For kernels whose threads know nothing of each other: one after the other.
 _ALONE = """
 static void __syncthreads() {}
@@ -96,22 +122,33 @@ template <typename T> T __shfl_sync(unsigned, T value, int) { return value; }
 template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
 """
 _LAUNCH_ALONE = """
-extern "C" __attribute__((visibility("default"))) void launch(void **operands, unsigned blocks, unsigned threads) {
-    for (unsigned block = 0; block < blocks; block++) {
-        for (unsigned i = 0; i < threads; i++) {
-            blockIdx = {block, 0, 0};
-            threadIdx = {i, 0, 0};
-            KERNEL_NAME(ARGUMENTS);
+static void run_block(void **operands, unsigned threads) {
+    for (unsigned i = 0; i < threads; i++) {
+        threadIdx = {i, 0, 0};
+        KERNEL_NAME(ARGUMENTS);
+    }
+}
+"""
+_LAUNCH = """
+extern "C" __attribute__((visibility("default"))) void launch(void **operands, const unsigned *grid, unsigned threads) {
+    for (unsigned z = 0; z < grid[2]; z++) {
+        for (unsigned y = 0; y < grid[1]; y++) {
+            for (unsigned x = 0; x < grid[0]; x++) {
+                blockIdx = {x, y, z};
+                run_block(operands, threads);
+            }
         }
     }
 }
 """
 _TOGETHER = """
 #include <barrier>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
-struct CpuWarp { std::barrier<> turn{32}; unsigned long long words[32]; };
+struct CpuWarp { std::barrier<> turn{32}; unsigned long long words[32]; unsigned operands[32][6]; };
 static std::unique_ptr<std::barrier<>> cpu_block;
 static std::vector<std::unique_ptr<CpuWarp>> cpu_warps;
 static void __syncthreads() { cpu_block->arrive_and_wait(); }
@@ -127,6 +164,26 @@ template <typename T> T __shfl_sync(unsigned, T value, int lane) {
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int step) {
     return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
 }
+static unsigned __ballot_sync(unsigned, int bit) {
+    CpuWarp &warp = *cpu_warps[threadIdx.x / 32];
+    warp.words[threadIdx.x % 32] = bit != 0;
+    warp.turn.arrive_and_wait();
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= unsigned(warp.words[lane]) << lane;
+    warp.turn.arrive_and_wait();
+    return bits;
+}
+static int __any_sync(unsigned mask, int bit) { return __ballot_sync(mask, bit) != 0; }
+static void __syncwarp() { cpu_warps[threadIdx.x / 32]->turn.arrive_and_wait(); }
+static std::mutex cpu_lock;
+static std::map<unsigned, std::unique_ptr<std::barrier<>>> cpu_meetings;
+static void cpu_meet(unsigned number, unsigned threads) {
+    std::unique_lock<std::mutex> held(cpu_lock);
+    auto &meeting = cpu_meetings[number];
+    if (!meeting) meeting = std::make_unique<std::barrier<>>(threads);
+    held.unlock();
+    meeting->arrive_and_wait();
+}
 static int cpu_some;
 static int __syncthreads_or(int one) {
     __syncthreads();
@@ -138,21 +195,18 @@ static int __syncthreads_or(int one) {
 }
 """
 _LAUNCH_TOGETHER = """
-extern "C" __attribute__((visibility("default"))) void launch(void **operands, unsigned blocks, unsigned threads) {
-    for (unsigned block = 0; block < blocks; block++) {
-        blockIdx = {block, 0, 0};
-        cpu_block = std::make_unique<std::barrier<>>(threads);
-        cpu_warps.clear();
-        for (unsigned i = 0; i < threads; i += 32) cpu_warps.push_back(std::make_unique<CpuWarp>());
-        std::vector<std::thread> running;
-        for (unsigned i = 0; i < threads; i++) running.emplace_back([=] {
-            threadIdx = {i, 0, 0};
-            KERNEL_NAME(ARGUMENTS);
-            cpu_block->arrive_and_drop();
-            cpu_warps[i / 32]->turn.arrive_and_drop();
-        });
-        for (std::thread &each : running) each.join();
-    }
+static void run_block(void **operands, unsigned threads) {
+    cpu_block = std::make_unique<std::barrier<>>(threads);
+    cpu_warps.clear();
+    for (unsigned i = 0; i < threads; i += 32) cpu_warps.push_back(std::make_unique<CpuWarp>());
+    std::vector<std::thread> running;
+    for (unsigned i = 0; i < threads; i++) running.emplace_back([=] {
+        threadIdx = {i, 0, 0};
+        KERNEL_NAME(ARGUMENTS);
+        cpu_block->arrive_and_drop();
+        cpu_warps[i / 32]->turn.arrive_and_drop();
+    });
+    for (std::thread &each : running) each.join();
 }
 """
 
@@ -207,7 +261,7 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         text = re.sub(r"asm(?: volatile)?\((.*?)\);", _plain, source, flags=re.DOTALL)
         shared = kernel_launch_of(call).shared
         text = re.sub(r"extern (__shared__ .*)\[\];", rf"\1[{shared}];", text)
-        text = text.replace(_NO_PRODUCT, _PRODUCT)
+        text = _FLOAT_PRODUCT.sub(_ONE_EXCHANGE, text.replace(_NO_PRODUCT, _PRODUCT))
         (declared,) = re.findall(rf'extern "C" __global__ void .*?{call.kernel}\((.*?)\)', text)[-1:] or [""]
         types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         if not declared or len(types) != len(views):  # a template, whose signature is a macro
@@ -216,7 +270,7 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         arguments = ", ".join(f"({kind} *)operands[{at}]" for at, kind in enumerate(types))
         alone = re.search(r"__shared__ .*\[", text) is None and not any(name in text for name in _TOGETHER_IF)
         launch = (
-            (_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER)
+            ((_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER) + _LAUNCH)
             .replace("KERNEL_NAME", call.kernel)
             .replace("ARGUMENTS", arguments)
         )
@@ -229,8 +283,8 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         assert built.returncode == 0, built.stderr[:4000]
     launch = kernel_launch_of(call)
     operands = (ctypes.c_void_p * len(addresses))(*addresses)
-    assert launch.grid[1:] == launch.block[1:] == (1, 1)
-    ctypes.CDLL(str(library)).launch(operands, launch.grid[0], launch.block[0])
+    assert launch.block[1:] == (1, 1)
+    ctypes.CDLL(str(library)).launch(operands, (ctypes.c_uint * 3)(*launch.grid), launch.block[0])
 
 
 def _plain(match: re.Match[str]) -> str:

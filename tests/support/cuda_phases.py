@@ -188,12 +188,16 @@ class Phases:
         splits: int,
         block_size: int = 16,
         normed: bool = False,
+        window: int = 0,
+        soft_cap: float = 0.0,
     ) -> View:
         """Appends rotary embedding, update of a pool and attention of tokens of many sequences; returns [T, H · D].
 
         Args:
             reached: Each token's sequence and position, of which no two are the same.
             normed: Appends the RMSNorm of each query and of each new key before that.
+            window: Number of last keys that a token attends to; 0: all.
+            soft_cap: Bound of the scores; 0: none.
         """
         d, tokens = self.data, len(reached)
         sequences, positions = (np.array(values) for values in zip(*reached, strict=True))
@@ -233,11 +237,18 @@ class Phases:
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=0, checked=1)
         scale = width**-0.5
         self.call(
-            "paged_attention_kernel", [q, k, v, tables, sequence, position], [out], scale=scale, block_size=block_size
+            "paged_attention_kernel",
+            [q, k, v, tables, sequence, position],
+            [out],
+            scale=scale,
+            block_size=block_size,
+            window=window,
+            soft_cap=soft_cap,
         )
         queries, keys = (value[0].swapaxes(0, 1) for value in rotated)
         pools = {name: twins.update_pool(d[name], d["index"], rows) for name, rows in (("k", keys), ("v", d["values"]))}
-        result = twins.attend_pool(queries, pools["k"], pools["v"], d["tables"], reached, block_size, scale, splits)
+        where = (d["tables"], reached, block_size)
+        result = twins.attend_pool(queries, pools["k"], pools["v"], *where, scale, splits, window, soft_cap)
         self.expected |= {**pools, "attended": result.reshape(shape)}
         return whole
 

@@ -198,10 +198,17 @@ def generated(folder: Path, dtype: str = "float32", device: str = "cpu") -> list
     return [Answer(prompt, tokens, np.stack(scores))]
 
 
-def served(folder: Path, dtype: str = "float32", device: str = "cpu") -> list[Answer]:
+def served(
+    folder: Path, dtype: str = "float32", device: str = "cpu", asked: list[list[int]] | None = None, **sizes: int
+) -> list[Answer]:
     """The answers of the serving engine to all prompts in one batch.
 
-    Raises InputError if the engine says that the logits are no numbers.
+    Args:
+        asked: The prompts. None: those of `prompts()`.
+        sizes: Sizes of the `PagedModel`, such as `block_size`, by their names.
+
+    Raises:
+        InputError: the engine says that the logits are no numbers.
     """
     from npu_sim.llm import load_checkpoint
     from npu_sim.llm.sampling import NOT_FINITE
@@ -210,11 +217,12 @@ def served(folder: Path, dtype: str = "float32", device: str = "cpu") -> list[An
     from npu_sim.serving.request import Request
 
     checkpoint = replace(load_checkpoint(folder, dtype), load_tokenizer=lambda: _NO_TOKENIZER)
-    model = PagedModel(checkpoint, device=device, max_tokens=64, max_sequences=2)
+    asked = prompts() if asked is None else asked
+    model = PagedModel(checkpoint, device=device, **{"max_tokens": 64, "max_sequences": 2, **sizes})
     with Engine(model, checkpoint) as engine:
-        updates = engine.generate([Request(tuple(prompt), NEW, logprobs=model.vocab_size) for prompt in prompts()])
+        updates = engine.generate([Request(tuple(prompt), NEW, logprobs=model.vocab_size) for prompt in asked])
     answers = []
-    for prompt, update in zip(prompts(), updates, strict=True):
+    for prompt, update in zip(asked, updates, strict=True):
         if update.error:
             raise (InputError if update.error == NOT_FINITE else RuntimeError)(f"the engine says: {update.error}")
         scores = np.array([[x for _, x in sorted(entry.top)] for entry in update.logprobs])

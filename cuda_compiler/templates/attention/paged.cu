@@ -19,7 +19,11 @@ struct TileRows {
     const Problem &problem;
     int row;  // of the pool, of key 0 of the tile's block
 
+#where window
+    __device__ __forceinline__ bool has(int key) const { return problem.sees(key); }
+#elsewhere
     __device__ __forceinline__ bool has(int key) const { return problem.has(key); }
+#end
 
     __device__ __forceinline__ const K::type *k_row(int key) const {
         return problem.k + (row + key % block_size) * K::stride(0);
@@ -30,18 +34,37 @@ struct TileRows {
     }
 };
 
+#where window
+// A tile's keys where a tile lies in several blocks of the pool.
+struct SeenRows {
+    const Problem &problem;
+
+    __device__ __forceinline__ bool has(int key) const { return problem.sees(key); }
+    __device__ __forceinline__ const K::type *k_row(int key) const { return problem.k_row(key); }
+    __device__ __forceinline__ const V::type *v_row(int key) const { return problem.v_row(key); }
+};
+
+#end
 constexpr bool whole_tiles = block_size % block_keys == 0;
 
 __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem, int first, int block_row) {
     if constexpr (whole_tiles) {
+#where window
+        if (KeyTile::filled && problem.sees(first) && problem.has(first + block_keys - 1)) {
+#elsewhere
         if (KeyTile::filled && problem.has(first + block_keys - 1)) {
+#end
             const int row = block_row + first % block_size;
             tile.copy_all<K::stride(0), V::stride(0)>(problem.k + row * K::stride(0), problem.v + row * V::stride(0));
             return;
         }
         tile.copy(TileRows{problem, block_row}, first);
     } else {
+#where window
+        tile.copy(SeenRows{problem}, first);
+#elsewhere
         tile.copy(problem, first);
+#end
     }
 }
 
@@ -351,7 +374,12 @@ KERNEL(paged_plain) {
     const int token = blockIdx.x / slices / int(Q::size(1));
     const Problem problem(q, k, v, tables, sequences, positions, token, head);
     const int row = 0;
+#where window
+    const int first_seen = problem.first_seen(row);
+    auto bias = [=](int key) { return key >= first_seen ? 0.0f : -INFINITY_F; };
+#elsewhere
     auto bias = [](int) { return 0.0f; };
+#end
     auto store = [&](int dim, float value) {
         out[out_row(problem, row) + dim * Out::stride(2)] = from<Out::type>(value);
     };

@@ -4,6 +4,11 @@
 // Tokens n, n + 1, … are handled together if they belong to one sequence and their positions follow each other, but never
 // across a multiple of `tile_tokens` positions. So each token can tell by itself whether it is the first of its tile,
 // and a tile has at most `tile_tokens` tokens whatever the operands hold.
+#where window
+//
+// Keys are counted from the block of the pool where the window of a tile's first token begins: those before do not exist here,
+// and the `hidden` ones of that block, before the window, are not read.
+#end
 
 constexpr int tokens = Q::size(0);
 constexpr int width = Q::size(2);
@@ -28,6 +33,10 @@ struct Problem {
     int count;  // of tokens; 0 if another block has this token in its tile
     int position;  // of the first token, as given
     int keys;  // that the last token attends to
+#where window
+    int skipped;  // keys of the blocks before
+    int hidden;
+#end
 
     __device__ __forceinline__ Problem(
         const Q::type *q_start, const K::type *k_start, const V::type *v_start, const Tables::type *tables,
@@ -44,7 +53,13 @@ struct Problem {
                 count++;
             }
         }
+#where window
+        skipped = larger(clamped(position, context) + 1 - int(param::window), 0) / block_size * block_size;
+        keys = clamped(position + count - 1, context) + 1 - skipped;
+        hidden = larger(clamped(position, context) + 1 - skipped - int(param::window), 0);
+#elsewhere
         keys = clamped(position + count - 1, context) + 1;
+#end
     }
 
     // Whether a token belongs to the tile of the one before it.
@@ -64,6 +79,9 @@ struct Problem {
 
     // The row of the pool at which a key's block begins.
     __device__ __forceinline__ int block_row(int key) const {
+#where window
+        key += skipped;
+#end
         return clamped(to_int(table[smaller(key, context - 1) / block_size * Tables::stride(1)]), blocks) * block_size;
     }
 
@@ -78,10 +96,24 @@ struct Problem {
     }
 
     // The number of keys that a row attends to; 0 for rows that there are not.
+#where window
+    // Those before its window count too; `first_seen` says where that begins.
+#end
     __device__ __forceinline__ int reach(int row) const {
         const int query = row / sharing;
+#where window
+        return query < count ? clamped(position + query, context) + 1 - skipped : 0;
+#elsewhere
         return query < count ? clamped(position + query, context) + 1 : 0;
+#end
     }
+#where window
+
+    __device__ __forceinline__ int first_seen(int row) const { return reach(row) - int(param::window); }
+
+    // Whether some row attends to a key.
+    __device__ __forceinline__ bool sees(int key) const { return key >= hidden && key < keys; }
+#end
 };
 
 // Which tokens are the first of their tiles, known to all lanes of a warp.

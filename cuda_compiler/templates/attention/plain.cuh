@@ -30,7 +30,11 @@ __device__ __forceinline__ void attend_plainly(const Problem &problem, int row, 
         for (int dim = lane; dim < width; dim += WARP) {
             product = fmaf(to_float(query[dim * q_stride]), to_float(keys_row[dim * k_stride]), product);
         }
+#where soft_cap
+        const float score = param::soft_cap * tanhf(warp_sum(product) * (param::scale / param::soft_cap)) + bias;
+#elsewhere
         const float score = warp_sum(product) * param::scale + bias;
+#end
         const float before = largest;
         largest = fmaxf(largest, score);
         const float shrink = expf(before - largest);

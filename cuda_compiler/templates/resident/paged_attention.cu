@@ -134,6 +134,24 @@ __device__ __forceinline__ void prefetch_item(
 }
 
 // The keys or values of a tile; zeros stand for keys that the token does not attend to.
+#where window
+template <typename Fragment>
+__device__ __forceinline__ void load(
+    Fragment &fragment, const Problem &problem, int first, const Half *data, index_t stride, int row_width
+) {
+    fragment.each([&](Words &words, int key, int piece) {
+        words = load_words(data + key * stride + piece * 8, problem.sees(first + key) && piece * 8 < row_width);
+    });
+}
+
+__device__ __forceinline__ void load(KeyWords &key_words, const Problem &problem, int key, int row) {
+    load(key_words, problem, key, problem.k + row * K::stride(0), K::stride(0), width);
+}
+
+__device__ __forceinline__ void load(ValueWords &values, const Problem &problem, int key, int row) {
+    load(values, problem, key, problem.v + row * V::stride(0), V::stride(0), value_width);
+}
+#elsewhere
 template <typename Fragment>
 __device__ __forceinline__ void load(Fragment &fragment, const Half *data, index_t stride, int count, int row_width) {
     fragment.each([&](Words &words, int key, int piece) {
@@ -148,6 +166,7 @@ __device__ __forceinline__ void load(KeyWords &key_words, const Problem &problem
 __device__ __forceinline__ void load(ValueWords &values, const Problem &problem, int key, int row) {
     load(values, problem.v + row * V::stride(0), V::stride(0), problem.keys - key, value_width);
 }
+#end
 
 // Replaces the new rows of a tile, the last of those that are the same one (I24).
 __device__ __forceinline__ void insert_new_rows(

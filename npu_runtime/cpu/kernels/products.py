@@ -78,6 +78,8 @@ def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, queries, keys) * np.float32(
         params["scale"]
     )
+    if soft_cap := params.get("soft_cap"):
+        scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
     if len(inputs) > 3:
         mask = inputs[3]
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
@@ -92,15 +94,20 @@ def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Attention of tokens to the rows of a pool of keys and values that their sequences' tables name."""
     q, k, v, tables, sequences, positions = inputs
-    block = params["block_size"]
+    block, window = params["block_size"], params["window"]
     sequences = np.clip(sequences, 0, len(tables) - 1)
     positions = np.clip(positions, 0, tables.shape[1] * block - 1)
     for sequence in np.unique(sequences):
         tokens = np.flatnonzero(sequences == sequence)
-        places = np.arange(positions[tokens].max() + 1)
+        first = max(0, positions[tokens].min() + 1 - window) if window else 0
+        places = np.arange(first, positions[tokens].max() + 1)
         rows = np.clip(tables[sequence, places // block], 0, len(k) // block - 1) * block + places % block
         operands = [x.swapaxes(0, 1)[None] for x in (q[tokens], k[rows], v[rows])]
-        mask = np.broadcast_to(places <= positions[tokens, None], (1, q.shape[1], len(tokens), len(places)))
+        seen = places <= positions[tokens, None]
+        if window:
+            seen &= places > positions[tokens, None] - window
+        mask = np.broadcast_to(seen, (1, q.shape[1], len(tokens), len(places)))
         attended = np.empty((1, q.shape[1], len(tokens), v.shape[2]), np.float32)
-        attention([*operands, mask], [attended], {"scale": params["scale"], "causal": 0})
+        own = {"scale": params["scale"], "causal": 0, "soft_cap": params["soft_cap"]}
+        attention([*operands, mask], [attended], own)
         outputs[0][tokens] = attended[0].swapaxes(0, 1)

@@ -150,8 +150,8 @@ def _attention(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("paged_attention_kernel")
 def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, v, tables, sequences, positions = call.inputs
-    block_size, scale = call.params["block_size"], call.params["scale"]
-    return native.paged_attention(q, k, v, tables, sequences, positions, block_size, scale, call.out)
+    block_size, scale, window, soft_cap = (call.params[name] for name in ("block_size", "scale", "window", "soft_cap"))
+    return native.paged_attention(q, k, v, tables, sequences, positions, block_size, scale, call.out, window, soft_cap)
 
 
 @_accelerates("quantized_attention_kernel")

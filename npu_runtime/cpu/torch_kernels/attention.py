@@ -27,7 +27,7 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(result)
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -36,6 +36,8 @@ def paged_attention(
     positions: torch.Tensor,
     block_size: int,
     scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Paged attention as `npu_compiler.ops.transformer.lower_paged_attention` defines it, in float32: [N, H, D]."""
     sequences = sequences.long().clamp(0, len(tables) - 1)
@@ -44,15 +46,23 @@ def paged_attention(
     result = query.new_empty(*query.shape[:2], values.shape[2], dtype=torch.float32)
     for sequence in sequences.unique():
         tokens = (sequences == sequence).nonzero().flatten()
-        places = torch.arange(int(positions[tokens].max()) + 1)
+        first = max(0, int(positions[tokens].min()) + 1 - window) if window else 0
+        places = torch.arange(first, int(positions[tokens].max()) + 1)
         rows = tables[sequence, places // block_size] * block_size + places % block_size
-        attended = F.scaled_dot_product_attention(
-            query[tokens].float().transpose(0, 1),
-            keys[rows].float().transpose(0, 1),
-            values[rows].float().transpose(0, 1),
-            places <= positions[tokens, None],
-            scale=scale,
-            enable_gqa=True,
-        )
+        mask = places <= positions[tokens, None]
+        if window:
+            mask &= places > positions[tokens, None] - window
+        operands = [x.float().transpose(0, 1) for x in (query[tokens], keys[rows], values[rows])]
+        attended = _attended(operands, mask, scale, soft_cap)
         result[tokens] = attended.transpose(0, 1)
     return result
+
+
+def _attended(operands: list[torch.Tensor], mask: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+    """Attention of queries [H, N, D] over keys and values [KV, S, D] where a mask [N, S] is True: [H, N, Dv]."""
+    q, k, v = operands
+    if not soft_cap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = soft_cap * torch.tanh(q @ k.transpose(1, 2) * (scale / soft_cap))
+    return torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ v

@@ -108,15 +108,20 @@ def paged(
     spare: int = 0,
     dtype: str = "compute",
     value_dtype: str | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
     atol: float = 1e-4,
 ) -> Case:
     """Tokens of some sequences, whose blocks lie in a pool in any order; rows that nobody attends to are NaN.
 
+    Blocks before the window of a sequence's first token are released: their entries in the table are any numbers.
+
     Args:
         lengths: Numbers of tokens of each sequence: in the cache, and in this step.
-        spare: Tokens at the end that are padding: position 0 of sequence 0.
+        spare: Tokens at the end that are padding: position 0 of sequence 0, which no window may have released.
     """
     random = np.random.default_rng(len(lengths) + width)
+    firsts = [max(0, known + 1 - window) if window else 0 for known, _ in lengths]
     counts = [-(-(known + new) // block_size) for known, new in lengths]
     blocks = random.permutation(sum(counts) + 2)
     own, shared = heads
@@ -126,10 +131,12 @@ def paged(
     positions: list[int] = []
     for sequence, (known, new) in enumerate(lengths):
         tables[sequence, : counts[sequence]], blocks = np.split(blocks, [counts[sequence]])
-        places = np.arange(known + new)
+        places = np.arange(firsts[sequence], known + new)
         rows = tables[sequence, places // block_size] * block_size + places % block_size
         for pool in pools:
             pool[rows] = random.standard_normal((len(rows), *pool.shape[1:]))
+        released = firsts[sequence] // block_size
+        tables[sequence, :released] = random.integers(-(2**31), 2**31, released)
         sequences += [sequence] * new
         positions += range(known, known + new)
     sequences += [0] * spare
@@ -147,7 +154,7 @@ def paged(
             T((tokens,), "int32", values=np.array(positions)),
         ],
         [T((tokens, own, value_width or width), dtype)],
-        {"scale": width**-0.5, "block_size": block_size},
+        {"scale": width**-0.5, "block_size": block_size, "window": window, "soft_cap": soft_cap},
         atol=atol,
     )
 
@@ -162,6 +169,11 @@ PAGED = [
     paged("odd-width", [(6, 2), (18, 1)], 13, value_width=9),
     paged("wide", [(4, 2)], 160, heads=(2, 1)),
     paged("one-head-each", [(12, 2)], 32, heads=(3, 3)),
+    paged("window", [(45, 1), (3, 1), (0, 19), (30, 9)], 64, window=7),
+    paged("window-of-one", [(18, 2), (0, 3)], 16, block_size=4, window=1),
+    paged("wide-window", [(40, 2)], 160, heads=(2, 1), window=9),
+    paged("soft-cap", [(33, 1), (0, 19)], 64, soft_cap=1.5),
+    paged("window-and-soft-cap", [(33, 1), (0, 19)], 13, window=16, soft_cap=0.5, dtype="float32"),
     paged("float32", [(6, 2), (18, 1)], 32, dtype="float32"),
 ]
 

@@ -22,10 +22,12 @@ struct AttentionOperands {
   View k_scales, v_scales;
 };
 
-// What attention reads besides: keys and values may lie in blocks of a pool, in an order that a table gives, and the
-// first query may stand behind others that a causal mask lets it see.
+// What attention reads besides: keys and values may lie in blocks of a pool, in an order that a table gives, the first
+// query may stand behind others that a causal mask lets it see, and each query may see a window of the last keys alone.
 struct AttentionArgs : AttentionOperands {
   int64_t first_query = 0;         // the key beside which query 0 stands
+  int64_t window = 0;              // number of keys that a query sees if `causal`, its own among them; 0: all
+  float soft_cap = 0;              // c: scores s become c tanh(s / c); 0: they stay as they are
   const int32_t* table = nullptr;  // key i is row i % block_size of block table[i / block_size]
   int64_t block_size = 0, blocks = 0;
 
@@ -49,6 +51,7 @@ struct QueryRow {
   char* out;
   const char* mask;
   int64_t keys;
+  int64_t first;  // the keys before are outside of its window
 };
 
 // Where the row of a key begins in keys or values. The kLanes keys from a multiple of kLanes on follow each other.
@@ -81,7 +84,14 @@ QueryRow<T> query_row(const AttentionArgs& a, int64_t batch, int64_t kv_head, in
       a.out.data + offset(a.out, batch, head, i) * item_size(a.out.dtype),
       a.mask.data ? a.mask.data + offset(a.mask, batch, head, i) * mask_item_size(a) : nullptr,
       a.causal ? std::min(a.keys(), a.first_query + i + 1) : a.keys(),
+      a.window ? std::max<int64_t>(0, a.first_query + i + 1 - a.window) : 0,
   };
+}
+
+// Scores s as they count: c tanh(s / c), between -c and c, if there is a soft cap c.
+NPU_INLINE Vec capped(const AttentionArgs& a, Vec scores) {
+  if (a.soft_cap == 0) return scores;
+  return a.soft_cap - 2 * a.soft_cap / (exp(scores * (2 / a.soft_cap)) + 1.0f);
 }
 
 // What is added to the scores of keys [key, key + kLanes): kNoWeight for those that the row does not attend.
@@ -101,6 +111,7 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
     }
   }
   if (count < kLanes) bias = lane_numbers() < float(std::max<int64_t>(count, 0)) ? bias : splat(kNoWeight);
+  if (key < row.first) bias = lane_numbers() < float(std::min<int64_t>(row.first - key, kLanes)) ? splat(kNoWeight) : bias;
   return bias;
 }
 

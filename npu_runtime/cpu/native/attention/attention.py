@@ -143,7 +143,9 @@ class _PagedArgs(ArgumentBlock):
         ("table_size", ctypes.c_int64),
         ("table_stride", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
@@ -169,11 +171,13 @@ def paged_attention(
     block_size: int,
     scale: float,
     out: np.ndarray,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> NativeLaunch | None:
     """Prepare attention of q [N, H, D] over pools k [rows, KV, D] and v [rows, KV, Dv] into out [N, H, Dv].
 
-    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`. None
-    if there is no native kernel for the operands; the pools must be contiguous.
+    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`, also
+    for the numbers. None if there is no native kernel for the operands; the pools must be contiguous.
     """
     floats, integers = (q, k, v, out), (tables, sequences, positions)
     if not available() or any(t.ndim != 3 or t.size == 0 or not has_contiguous_rows(t) for t in floats):
@@ -190,7 +194,8 @@ def paged_attention(
     if tables.ndim != 2 or not sequences.shape == positions.shape == (tokens,) or not 0 < block_size <= rows:
         return None
     places = map(address, integers)
-    args = _PagedArgs(*map(operand, floats), *places, *tables.shape, strides_of(tables)[0], block_size, scale)
+    sizes = (*tables.shape, strides_of(tables)[0], block_size, window)
+    args = _PagedArgs(*map(operand, floats), *places, *sizes, scale, soft_cap)
     return launch("paged_attention", args, *floats, *integers)
 
 

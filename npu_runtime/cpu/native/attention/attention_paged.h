@@ -2,7 +2,9 @@
 //
 // Tokens that follow each other in a sequence are a group, which passes over its keys together. Groups of a few tokens
 // (decoding) read keys and values where they lie, all at once: a task is a group, one key head or all, a chunk of rows
-// and a range of keys. A larger group (a piece of a prompt) has its keys and values gathered, and is then attention like any other.
+// and a range of keys. A larger group (a piece of a prompt) has its keys and values gathered, and is then attention like
+// any other. Keys before the windows of a group's tokens are neither read nor gathered: their blocks may be another
+// sequence's by now.
 #pragma once
 
 #include "attention/attention_rows.h"
@@ -21,7 +23,8 @@ struct PagedArgs {
   const int32_t* sequences;  // [N]
   const int32_t* positions;  // [N]
   int64_t sequence_count, table_size, table_stride, block_size;
-  float scale;
+  int64_t window;  // number of last keys that a token sees; 0: all
+  float scale, soft_cap;  // as in AttentionArgs
 
   int64_t tokens() const { return q.size[1]; }
   int64_t blocks() const { return k.size[1] / block_size; }
@@ -34,6 +37,10 @@ struct TokenGroup {
   int64_t first_task, first_partial;
 
   int64_t keys() const { return position + count; }
+  // The first key that some token sees.
+  int64_t first_key(const PagedArgs& a) const { return a.window ? std::max<int64_t>(0, position + 1 - a.window) : 0; }
+  // Where the keys to read begin, with others of the same vector.
+  int64_t begin(const PagedArgs& a) const { return first_key(a) / kLanes * kLanes; }
 };
 
 // [N, H, D] as [1, H, count, D], from token `first` on.
@@ -58,6 +65,8 @@ inline AttentionArgs attention_of(const PagedArgs& a, const TokenGroup& group) {
   args.scale = a.scale;
   args.format = RowFormat::none;
   args.first_query = group.position;
+  args.window = a.window;
+  args.soft_cap = a.soft_cap;
   args.table = a.tables + group.sequence * a.table_stride;
   args.block_size = a.block_size;
   args.blocks = a.blocks();
@@ -82,22 +91,26 @@ inline int64_t find_groups(const PagedArgs& a, TokenGroup* groups) {
   return count;
 }
 
-// Copies a group's keys and values out of the pool, so that they follow each other.
-inline void gather(const PagedArgs& a, AttentionArgs& args) {
-  const int64_t keys = args.keys(), pages = divide_up(keys, a.block_size);
+// Copies the keys and values that a group sees out of the pool, so that they follow each other from key 0 on.
+inline void gather(const PagedArgs& a, const TokenGroup& group, AttentionArgs& args) {
+  const int64_t begin = group.first_key(a), first_page = begin / a.block_size;
+  const int64_t keys = group.keys() - begin, pages = divide_up(group.keys(), a.block_size) - first_page;
   const int64_t k_row = a.k.size[2] * a.k.size[3] * item_size(a.k.dtype);
   const int64_t v_row = a.v.size[2] * a.v.size[3] * item_size(a.v.dtype);
   char* k = result_scratch().get<char>(keys * (k_row + v_row));
   char* v = k + keys * k_row;
   parallel_for(pages, std::max<int64_t>(1, (64 << 10) / (a.block_size * (k_row + v_row))),
-               [&](int64_t begin, int64_t end, int) {
-                 for (int64_t page = begin; page < end; ++page) {
-                   const int64_t first = page * a.block_size, count = std::min(a.block_size, keys - first);
-                   const int64_t row = std::clamp<int64_t>(args.table[page], 0, args.blocks - 1) * a.block_size;
-                   std::memcpy(k + first * k_row, a.k.data + row * k_row, count * k_row);
-                   std::memcpy(v + first * v_row, a.v.data + row * v_row, count * v_row);
+               [&](int64_t begin_page, int64_t end_page, int) {
+                 for (int64_t page = first_page + begin_page; page < first_page + end_page; ++page) {
+                   const int64_t key = std::max(page * a.block_size, begin), inside = key - page * a.block_size;
+                   const int64_t count = std::min((page + 1) * a.block_size, group.keys()) - key;
+                   const int64_t block = std::clamp<int64_t>(args.table[page], 0, args.blocks - 1);
+                   const int64_t row = block * a.block_size + inside;
+                   std::memcpy(k + (key - begin) * k_row, a.k.data + row * k_row, count * k_row);
+                   std::memcpy(v + (key - begin) * v_row, a.v.data + row * v_row, count * v_row);
                  }
                });
+  args.first_query -= begin;
   args.k = rows_of(a.k, k, keys);
   args.v = rows_of(a.v, v, keys);
   args.table = nullptr;
@@ -110,14 +123,15 @@ void attend_pages(const PagedArgs& a, TokenGroup* groups, int64_t count) {
   int64_t chunks = 0, elements = 0;
   for (TokenGroup* g = groups; g < groups + count; ++g) {
     chunks += g->chunks = divide_up(shared * g->count, kRowChunk);
-    elements += heads * g->keys() * (a.q.size[3] + a.out.size[3]);
+    elements += heads * (g->keys() - g->begin(a)) * (a.q.size[3] + a.out.size[3]);
   }
   const int64_t wanted_splits = divide_up(4 * num_threads(), chunks);
   int64_t ranges = 0;
   for (TokenGroup* g = groups; g < groups + count; ++g) {
-    g->splits = std::clamp<int64_t>(g->keys() / kSplitKeys, 1, wanted_splits);
-    g->range = round_up(divide_up(g->keys(), g->splits), kKeyBlock);
-    g->splits = divide_up(g->keys(), g->range);  // rounding up may leave no keys to the last ones
+    const int64_t keys = g->keys() - g->begin(a);
+    g->splits = std::clamp<int64_t>(keys / kSplitKeys, 1, wanted_splits);
+    g->range = round_up(divide_up(keys, g->splits), kKeyBlock);
+    g->splits = divide_up(keys, g->range);  // rounding up may leave no keys to the last ones
     ranges += g->chunks * g->splits;
   }
   // The rows of all heads lie beside each other: a task that takes them all reads the pool in order.
@@ -144,7 +158,7 @@ void attend_pages(const PagedArgs& a, TokenGroup* groups, int64_t count) {
       const int64_t local = task - g.first_task, split = local % g.splits, chunk = local / g.splits % g.chunks;
       const int64_t first_head = local / (g.splits * g.chunks) * part_heads;
       const int64_t row = chunk * kRowChunk, rows = std::min(kRowChunk, args.rows() - row);
-      const int64_t first_key = split * g.range, last_key = std::min(g.keys(), first_key + g.range);
+      const int64_t first_key = g.begin(a) + split * g.range, last_key = std::min(g.keys(), first_key + g.range);
       for (int64_t key = first_key; key < last_key; key += kKeyBlock)
         for (int64_t head = first_head; head < first_head + part_heads; ++head)
           attend_rows<T, T>(args, 0, head, row, rows, key, std::min(last_key, key + kKeyBlock), 0,
@@ -173,7 +187,7 @@ void paged_attention(const PagedArgs& a) {
   if (large > groups) attend_pages<T>(a, groups, large - groups);
   for (; large < end; ++large) {
     AttentionArgs args = attention_of(a, *large);
-    gather(a, args);
+    gather(a, *large, args);
     if (args.queries() <= kFewQueries) attention_by_rows<T, T>(args);
     else attention_by_tiles<T, T>(args);
   }

@@ -140,6 +140,13 @@ void prefetch_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64
   }
 }
 
+// The lanes moved up by `count`, from 1 to kLanes; zeros below.
+NPU_INLINE Vec moved_up(Vec lanes, int64_t count) {
+  alignas(64) float moved[2 * kLanes] = {};
+  store(moved + kLanes, lanes);
+  return load(moved + kLanes - count);
+}
+
 // Attends rows [row, row + rows) of a key head to keys [key_begin, key_end) and writes one partial per row, or adds to
 // those of a pass that ended where this one begins. `floor` as in AttentionArgs; the next pass will end at `next_end`.
 template <class T, class K>
@@ -149,7 +156,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
   const int64_t q_size = round_up(a.width(), kDotWidth<K>), size = partial_size(a);
   alignas(64) X q[kRowChunk * kMaxWidth];
   QueryRow<T> query[kRowChunk];
-  int64_t furthest = 0;
+  int64_t nearest = a.keys(), furthest = 0;
   for (int64_t r = 0; r < rows; ++r) {
     query[r] = query_row<T>(a, batch, kv_head, row + r);
     std::fill(q + r * q_size, q + (r + 1) * q_size, X{});
@@ -160,6 +167,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
       std::fill(partial, partial + size, 0.0f);
       partial[0] = kNoWeight;
     }
+    nearest = std::min(nearest, query[r].first);
     furthest = std::max(furthest, query[r].keys);
   }
   key_end = std::min(key_end, furthest);
@@ -175,7 +183,8 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     for (int64_t r = 0; r < rows; ++r)
       for (int g = 0; g < kGroups; ++g) {
         float* bias = scores[r] + g * kLanes;
-        const bool repeats = r > 0 && query[r].mask == query[r - 1].mask && query[r].keys == query[r - 1].keys;
+        const bool repeats = r > 0 && query[r].mask == query[r - 1].mask && query[r].keys == query[r - 1].keys &&
+                             query[r].first == query[r - 1].first;
         if (repeats) {
           store(bias, load(scores[r - 1] + g * kLanes));
           continue;
@@ -195,11 +204,14 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
       const int64_t key = block + g * kLanes;
       prefetch_rows<K>(a, batch, kv_head, key + kKeyBlock, next_end);
       Vec dots[kRowChunk];
-      dot_rows<K>(q, q_size, rows, row_of<K>(a, a.k, batch, kv_head, key), a.k.stride[2],
-                  std::min<int64_t>(kLanes, end - key), a.width(), dots);
+      const int64_t hidden = std::clamp<int64_t>(nearest - key, 0, kLanes);  // keys before every row's window
+      dot_rows<K>(q, q_size, rows, row_of<K>(a, a.k, batch, kv_head, key) + hidden * a.k.stride[2], a.k.stride[2],
+                  std::min<int64_t>(kLanes, end - key) - hidden, a.width(), dots);
+      if (hidden > 0)
+        for (int64_t r = 0; r < rows; ++r) dots[r] = moved_up(dots[r], hidden);
       const Vec factor = a.scale * scales_of<K>(a, a.k_scales, batch, kv_head, key);
       for (int64_t r = 0; r < rows; ++r) {
-        const Vec score = dots[r] * factor + load(scores[r] + g * kLanes);
+        const Vec score = capped(a, dots[r] * factor) + load(scores[r] + g * kLanes);
         store(scores[r] + g * kLanes, score);
         highest[r] = max(score, highest[r]);
       }
@@ -228,12 +240,13 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     // Rows share the values that a pass loads and widens.
     for (int g = 0; g < kGroups; ++g) {
       if (!alive[g]) continue;
-      const int64_t key = block + g * kLanes, count = std::min<int64_t>(kLanes, end - key);
-      const K* value = row_of<K>(a, a.v, batch, kv_head, key);
+      const int64_t key = block + g * kLanes, hidden = std::clamp<int64_t>(nearest - key, 0, kLanes);
+      const int64_t count = std::min<int64_t>(kLanes, end - key) - hidden;
+      const K* value = row_of<K>(a, a.v, batch, kv_head, key) + hidden * a.v.stride[2];
       for (int64_t r = 0; r < rows;) {
         float* sums = partials + r * size + kPartialHead;
         const auto add = [&](auto together) {
-          add_all_values<together.value>(sums, size, scores[r] + g * kLanes, value, a.v.stride[2], count,
+          add_all_values<together.value>(sums, size, scores[r] + g * kLanes + hidden, value, a.v.stride[2], count,
                                          a.value_width());
           r += together.value;
         };

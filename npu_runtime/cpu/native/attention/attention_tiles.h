@@ -1,6 +1,7 @@
 // Attention of many query rows (prefill): keys and values are packed as panels, tiles of scores come from the GEMM
 // kernel, and the softmax is computed online, so that no [M, S] matrix exists. Panels of keys that a causal mask or the
-// given one hides from all queries are not packed, and a block of queries skips those that it cannot see.
+// given one hides from all queries are not packed, and a block of queries skips those that it cannot see, those before
+// its queries' windows among them.
 //
 // For bfloat16 the weights are rounded to bfloat16 before they multiply the values (torch's kernel does the same);
 // their total is taken over the rounded weights, so they still sum to one.
@@ -68,6 +69,7 @@ struct RowBlock {
   int64_t batch, kv_head;
   int64_t first, rows;
   int64_t keys, shared_keys;  // a causal mask hides keys from the first on for all rows, from the second on for some
+  int64_t begin, shared_begin;  // windows hide keys before the first for all rows, before the second for some
   QueryRow<T> query[kMaxRows];
   const TilePanels* mask[kMaxRows];  // what the mask's row leaves visible, if there is a mask
   float highest[kMaxRows], total[kMaxRows];
@@ -82,7 +84,9 @@ struct RowBlock {
     TilePanels result = masked ? TilePanels{} : TilePanels{0xff, 0};
     for (int64_t r = 0; masked && r < rows; ++r) result = result | mask[r][key / kTileKeys];
     result.seen &= bits_below(divide_up(keys - key, kPanel));
+    result.seen &= ~bits_below((std::max(begin, key) - key) / kPanel);
     if (shared_keys < key + kTileKeys) result.biased |= ~bits_below((std::max(shared_keys, key) - key) / kPanel);
+    result.biased |= bits_below(divide_up(shared_begin - key, kPanel));
     return result;
   }
 };
@@ -94,7 +98,8 @@ void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch,
   block.batch = batch;
   block.kv_head = kv_head;
   block.keys = 0;
-  block.shared_keys = a.keys();
+  block.shared_keys = block.begin = a.keys();
+  block.shared_begin = 0;
   for (int64_t r = 0; r < block.rows; ++r) {
     const int64_t index = block.first + r, head = kv_head * (a.heads() / a.kv_heads()) + index / a.queries();
     block.query[r] = query_row<T>(a, batch, kv_head, index);
@@ -102,6 +107,8 @@ void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch,
     if (mask.planes) block.mask[r] = mask.row(batch, head, index % a.queries());
     block.keys = std::max(block.keys, block.query[r].keys);
     block.shared_keys = std::min(block.shared_keys, block.query[r].keys);
+    block.begin = std::min(block.begin, block.query[r].first);
+    block.shared_begin = std::max(block.shared_begin, block.query[r].first);
     block.highest[r] = kNoWeight;
     block.total[r] = 0;
   }
@@ -135,7 +142,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
       factor[v] = a.scale * scales_of<K>(a, a.k_scales, block.batch, block.kv_head, first + v * kLanes);
     for (int64_t r = 0; r < rows; ++r)
       for (int v = 0; v < 2; ++v) {
-        Vec score = load(tile + r * kPanel + v * kLanes) * factor[v];
+        Vec score = capped(a, load(tile + r * kPanel + v * kLanes) * factor[v]);
         if (biased) score += score_bias(a, block.query[r], first + v * kLanes, a.mask_floor);
         store(scores + r * kTileKeys + c * kPanel + v * kLanes, score);
         highest[r] = max(score, highest[r]);
@@ -226,7 +233,7 @@ void attention_by_tiles(const AttentionArgs& a) {
       const int64_t batch = head / a.kv_heads(), kv_head = head % a.kv_heads();
       const int64_t first = task * task_blocks, count = std::min(task_blocks, blocks.count - first);
       RowBlock<T> block[kTaskBlocks];
-      int64_t keys = 0;
+      int64_t keys = 0, begin = a.keys();
       for (int64_t b = 0; b < count; ++b) {
         block[b].first = blocks.begin(first + b);
         block[b].rows = blocks.size(first + b);
@@ -234,11 +241,13 @@ void attention_by_tiles(const AttentionArgs& a) {
         block[b].sums = sums + b * sums_size;
         begin_block(a, mask, batch, kv_head, block[b], layout.value_panels);
         keys = std::max(keys, block[b].keys);
+        begin = std::min(begin, block[b].begin);
       }
       const X* head_packed = packed + head * layout.size();
-      for (int64_t key = 0; key < keys; key += kTileKeys)
+      for (int64_t key = begin / kTileKeys * kTileKeys; key < keys; key += kTileKeys)
         for (int64_t b = 0; b < count; ++b)
-          if (key < block[b].keys) attend_tile<T, K>(a, layout, head_packed, key, block[b], scores, weights);
+          if (key < block[b].keys && block[b].begin < key + kTileKeys)
+            attend_tile<T, K>(a, layout, head_packed, key, block[b], scores, weights);
       for (int64_t b = 0; b < count; ++b) finish_block<T, K>(a, batch, kv_head, block[b], partial);
     }
   });
