@@ -302,7 +302,9 @@ class Linker:
     def _drafted(self, part: Part) -> Draft:
         call, room = part.call, part.room
         recent, places = self._recent.setdefault(part.core, []), self._places(part.core)
-        for first in (self._start(recent, room, part.size), 0):
+        dma, sram = self.mapper.chip.dma, self.mapper.chip.sram
+        least = sram.size - dma.staged_bytes if part.tiling.get("staged") else 0
+        for first in (self._start(recent, room, part.size, least), 0):
             try:
                 draft = self.mapper.draft(call, part.tiling, places, (first, room - first))
             except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
@@ -330,18 +332,24 @@ class Linker:
         own = ((token, times) for token, times in self.raised.items() if core_of(token.engine) == core)
         return {Token(kind_of(token.engine), token.number): times for token, times in own}
 
-    def _start(self, recent: Sequence[Sequence[tuple[int, int]]], room: int, size: int) -> int:
-        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest."""
+    def _start(self, recent: Sequence[Sequence[tuple[int, int]]], room: int, size: int, least: int) -> int:
+        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest.
+
+        Args:
+            least: The lowest address, unless there is too little room above it. Operands that are loaded whole share
+                the upper `staged_bytes` of the scratchpad with those of other calls and with resident values.
+        """
         alignment = self.mapper.chip.sram.alignment
-        top = (room - size) // alignment * alignment
+        top = max(0, (room - size) // alignment * alignment)
+        least = min(top, -(-least // alignment) * alignment)
         beside = [start for ranges in recent for first, end in ranges for start in (end, first - size)]
-        starts = [start for start in (0, top, *beside) if 0 <= start <= top]
+        starts = [start for start in (least, top, *beside) if least <= start <= top]
 
         def sections_before(start: int) -> int:
             taken = [any(first < start + size and start < end for first, end in ranges) for ranges in recent]
             return taken.index(True) if True in taken else len(taken)
 
-        return max(starts, key=sections_before, default=0)
+        return max(starts, key=sections_before)
 
     def _append(self, call: KernelCall, draft: Draft, core: str) -> Sequence[Touch]:
         """Append a section for a core, with fences that wait for earlier accesses.
