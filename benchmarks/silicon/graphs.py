@@ -86,13 +86,17 @@ def attention(heads: int, shared: int, queries: int, keys: int, width: int, caus
 
 
 def materialised_attention(heads: int, queries: int, keys: int, width: int) -> IR:
-    """Return IR for attention as a product, a softmax and a product, with all scores in memory in between."""
-    g = Graph()
-    q, k, v = (g.input(heads, size, width) for size in (queries, keys, keys))
-    turned = g.op("aten.transpose.int", (heads, width, keys), k, dim0=1, dim1=2)
-    scores = g.op("aten.bmm.default", (heads, queries, keys), q, turned)
-    weights = g.op("aten.softmax.int", (heads, queries, keys), scores, dim=2)
-    return g.ir(g.op("aten.bmm.default", (heads, queries, width), weights, v))
+    """Return IR for attention as a product, a softmax and a product, with all scores in memory in between.
+
+    Operands are bfloat16, scores float32 and weights bfloat16 again, as JAX's `dot_product_attention` has them.
+    """
+    g, half = Graph(), "bfloat16"
+    q, k, v = (g.input(heads, size, width, dtype=half) for size in (queries, keys, keys))
+    turned = g.op("aten.transpose.int", (heads, width, keys), k, dim0=1, dim1=2, dtype=half)
+    scores = g.op("aten.bmm.dtype", (heads, queries, keys), q, turned, out_dtype="float32")
+    weights = g.op("aten.softmax.int", (heads, queries, keys), scores, dim=2, dtype=half)
+    g.nodes[-1]["attrs"]["dtype"] = half
+    return g.ir(g.op("aten.bmm.default", (heads, queries, width), weights, v, dtype=half))
 
 
 _CODES = {"scale": 0.05, "zero_point": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}

@@ -257,8 +257,8 @@ class Dma:
     Attributes:
         channels: Number of engines.
         staged_bytes: Scratchpad bytes for operands of products with weights that are loaded whole before the product
-            begins, the weight first; models compilers that place whole tensors. Default, 0: operands are loaded by
-            tiles.
+            begins, the weight first; models compilers that place whole tensors. Operands of several products share
+            them, with values that stay in the scratchpad. Default, 0: operands are loaded by tiles.
     """
 
     channels: int = _from(1, 1024)

@@ -3,7 +3,8 @@
 The order in which instructions have to run is a graph: edges lead from each execution to the next one of its engine,
 and from one that raises a token to those that wait for that count. A wait is redundant if another path connects its
 ends. The graph is acyclic, so all redundant waits can be removed at once. An instruction in a loop keeps a wait that is
-needed in any iteration.
+needed in any iteration. An edge from a product to a DMA engine says that its operands have been read, and nothing of
+its results.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ def without_implied_waits(program: TileProgram, chip: Chip) -> TileProgram:
 
 
 class _Order:
-    """A traversal of a program's executions, in an order that its tokens allow, with a vector clock for each engine."""
+    """A traversal of a program's executions, in an order that its tokens allow, with a vector clock for each engine.
+
+    A clock counts, for every engine, the executions that have ended, and behind these the ones that have read.
+    """
 
     def __init__(self, streams: Streams, sections: int) -> None:
         names = sorted(set().union(*(streams.engines(number) for number in range(sections))))
         self._engines = {name: number for number, name in enumerate(names)}
         self._streams = [streams.stream(range(sections), name) for name in names]
-        self._clocks: list[tuple[int, ...]] = [(0,) * len(names) for _ in names]
+        self._clocks: list[tuple[int, ...]] = [(0,) * (2 * len(names)) for _ in names]
+        self._ended = [0] * len(names)  # for each engine, its own executions that others have seen the end of
         self._sources: dict[Raised, list[tuple[int, ...]]] = {}
         self._needed: dict[int, set[int]] = {}
 
@@ -61,12 +66,13 @@ class _Order:
         prepared, _, _, counts = entry
         clock = self._clocks[number]
         sources = [
-            (position, self._engines[raised.token.engine], self._sources[raised][count - 1])
+            (position, self._entry(raised), self._sources[raised][count - 1])
             for position, (raised, count) in enumerate(zip(prepared.waits, counts, strict=True))
             if count
         ]
         joined = clock
         for position, engine, source in sources:
+            self._ended[number] = max(self._ended[number], source[number])
             time = source[engine]
             if clock[engine] >= time:
                 continue
@@ -78,10 +84,17 @@ class _Order:
             if not is_implied:
                 self._needed.setdefault(id(prepared.instruction), set()).add(position)
             joined = tuple(map(max, joined, source))
-        joined = (*joined[:number], joined[number] + 1, *joined[number + 1 :])
+        reading = number + len(self._engines)
+        joined = tuple(time + (place in (number, reading)) for place, time in enumerate(joined))
         self._clocks[number] = joined
         for raised in prepared.signals:
-            self._sources.setdefault(raised, []).append(joined)
+            seen = (*joined[:number], self._ended[number], *joined[number + 1 :]) if raised.after_reads else joined
+            self._sources.setdefault(raised, []).append(seen)
+
+    def _entry(self, raised: Raised) -> int:
+        """The entry of a clock that a wait for a token is about."""
+        engine = self._engines[raised.token.engine]
+        return engine + len(self._engines) if raised.after_reads else engine
 
 
 def _kept(section: Section, needed: Mapping[int, set[int]]) -> Section:

@@ -267,13 +267,13 @@ class Linker:
     own_places: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)  # core → those that differ for it
     _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
-    _recent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # core → where its last pieces lie
+    _recent: dict[str, list[list[tuple[int, int]]]] = field(default_factory=dict)  # core → bytes of its last sections
 
     def add(self, *parts: Part) -> None:
         """Append the sections of parts that run concurrently.
 
-        If possible, tiles get other addresses than those of the core's recent sections, so that the loads of a section
-        may overlap with the computation of the previous one.
+        If possible, tiles get other addresses than the tiles and resident operands of the core's recent sections, so
+        that the loads of a section may overlap with the computation of the previous one.
         """
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
@@ -302,13 +302,21 @@ class Linker:
     def _drafted(self, part: Part) -> Draft:
         call, room = part.call, part.room
         recent, places = self._recent.setdefault(part.core, []), self._places(part.core)
-        for first in (self._start(recent, room, part.size), 0):
+        dma, sram = self.mapper.chip.dma, self.mapper.chip.sram
+        least = sram.size - dma.staged_bytes if part.tiling.get("staged") else 0
+        for first in (self._start(recent, room, part.size, least), 0):
             try:
                 draft = self.mapper.draft(call, part.tiling, places, (first, room - first))
             except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
                 continue
+            operands = dict.fromkeys(places[view.buffer] for view in (*call.inputs, *call.outputs))
+            ranges = [
+                (place.offset, place.offset + place.size) for place in operands if place.space is Space.SCRATCHPAD
+            ]
             if draft.scratchpad:
-                recent[:] = [(first, first + draft.scratchpad), *recent[: _RECENT - 1]]
+                ranges.append((first, first + draft.scratchpad))
+            if ranges:
+                recent[:] = [ranges, *recent[: _RECENT - 1]]
             return draft
         reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.mapper.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
@@ -324,18 +332,24 @@ class Linker:
         own = ((token, times) for token, times in self.raised.items() if core_of(token.engine) == core)
         return {Token(kind_of(token.engine), token.number): times for token, times in own}
 
-    def _start(self, recent: Sequence[tuple[int, int]], room: int, size: int) -> int:
-        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest."""
+    def _start(self, recent: Sequence[Sequence[tuple[int, int]]], room: int, size: int, least: int) -> int:
+        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest.
+
+        Args:
+            least: The lowest address, unless there is too little room above it. Operands that are loaded whole share
+                the upper `staged_bytes` of the scratchpad with those of other calls and with resident values.
+        """
         alignment = self.mapper.chip.sram.alignment
-        top = (room - size) // alignment * alignment
-        beside = [start for first, end in recent for start in (end, first - size)]
-        starts = [start for start in (0, top, *beside) if 0 <= start <= top]
+        top = max(0, (room - size) // alignment * alignment)
+        least = min(top, -(-least // alignment) * alignment)
+        beside = [start for ranges in recent for first, end in ranges for start in (end, first - size)]
+        starts = [start for start in (least, top, *beside) if least <= start <= top]
 
         def sections_before(start: int) -> int:
-            taken = [first < start + size and start < end for first, end in recent]
+            taken = [any(first < start + size and start < end for first, end in ranges) for ranges in recent]
             return taken.index(True) if True in taken else len(taken)
 
-        return max(starts, key=sections_before, default=0)
+        return max(starts, key=sections_before)
 
     def _append(self, call: KernelCall, draft: Draft, core: str) -> Sequence[Touch]:
         """Append a section for a core, with fences that wait for earlier accesses.

@@ -14,7 +14,8 @@ Engines run concurrently, each on one instruction at a time and in program order
    later by the depth of the array, while the engine begins the next product.
 5. If the chip's file describes the scratchpad's banks, accesses also wait for busy banks (`sram_banks.py`).
 6. At its end an instruction raises its tokens, which other cores see after the network's latency; an engine's
-   instructions end in order.
+   instructions end in order. DMA engines, which do not reach the accumulators, see a product's tokens as soon as its
+   operands have entered the array: the bytes of these are free then.
 7. A section's instructions start after its launch. Launches happen one after the other, in the background if the chip
    overlaps them; otherwise a launch begins when the previous section has ended.
 
@@ -416,7 +417,7 @@ class _Scheduler:
             if looks_closer:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
-                raised.times.append(end + raised.delay)
+                raised.times.append((queue.free if raised.after_reads else end) + raised.delay)
                 raised.from_l2 = prepared.moves and bool(cost.l2_read or cost.l2_written)
                 if raised.waiting:
                     self._wake(raised)

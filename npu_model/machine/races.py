@@ -1,10 +1,11 @@
 """Detection of races, accesses to the same bytes that no token orders, by vector clocks.
 
-Each engine has a clock: for every engine, the number of its instructions that are certain to have ended. Waiting for a
-token merges the clock of the instruction that raised it to that count. Two accesses to the same bytes, one of them a
-write, are a race if the earlier one is not covered by the clock of the later one's engine; whether they overlapped in
-time in this run does not matter. (C. Fidge, "Timestamps in Message-Passing Systems That Preserve the Partial Ordering",
-1988.)
+Each engine has a clock: for every engine, the number of its instructions that are certain to have ended, and the number
+of those that are certain to have read their operands. Waiting for a token merges the clock of the instruction that
+raised it to that count; to a DMA engine, a product's token says only that its operands have been read. Two accesses to
+the same bytes, one of them a write, are a race if the earlier one is not covered by the clock of the later one's
+engine; whether they overlapped in time in this run does not matter. (C. Fidge, "Timestamps in Message-Passing Systems
+That Preserve the Partial Ordering", 1988.)
 
 Each engine's accesses are kept in order of time, where a repeated access to the same bytes replaces the previous one.
 An access is compared only with those of other engines that are not yet covered by its engine's clock.
@@ -76,7 +77,8 @@ class Races:
 
     def __init__(self, engines: Sequence[str]) -> None:
         self._names = list(engines)
-        self._clocks = [[0] * len(engines) for _ in engines]
+        self._clocks = [[0] * (2 * len(engines)) for _ in engines]  # instructions that have ended, then: that have read
+        self._ended = [0] * len(engines)  # for each engine, its own instructions that others have seen the end of
         self._accesses: dict[tuple[str, str], tuple[_Accesses, _Accesses]] = {}
         self._boxes: dict[int, tuple[Instruction, dict[tuple[int, ...], list[tuple[Tile, _Box, bool]]]]] = {}
 
@@ -93,19 +95,23 @@ class Races:
         clock = self._clocks[engine]
         for raised, count in zip(prepared.waits, waits, strict=True):
             if count:
-                for i, time in enumerate(raised.clocks[count - 1]):
+                seen = raised.clocks[count - 1]
+                self._ended[engine] = max(self._ended[engine], seen[engine])
+                for i, time in enumerate(seen):
                     if time > clock[i]:
                         clock[i] = time
         clock[engine] += 1
+        clock[engine + len(self._names)] += 1
         for tile, box, writes in self._touched(prepared, counters):
             address = tile.place(counters)
             moved = _Box(
                 box.first + address, box.end + address, box.address + address, box.shape, box.strides, box.size
             )
             self._access(engine, tile, moved, writes)
+        reading = [*clock[:engine], self._ended[engine], *clock[engine + 1 :]]
         for raised in prepared.signals:
-            before = raised.clocks
-            before.append(tuple(map(max, clock, before[-1])) if before else tuple(clock))
+            before, now = raised.clocks, reading if raised.after_reads else clock
+            before.append(tuple(map(max, now, before[-1])) if before else tuple(now))
 
     def _touched(self, prepared: Prepared, counters: Sequence[int]) -> list[tuple[Tile, _Box, bool]]:
         """The operands of an instruction, with their bytes relative to their address and whether it writes them."""
@@ -123,15 +129,16 @@ class Races:
         reads_of, writes_of = self._accesses[key]
         clock = self._clocks[engine]
         for others, they_write in ((writes_of, True), (reads_of, False)) if writes else ((writes_of, True),):
+            first = 0 if they_write else len(self._names)
             for other, latest in enumerate(others.latest):
-                if latest > clock[other] and other != engine:
-                    self._compare(tile, box, writes, others.by_engine[other], other, clock[other], they_write)
+                if latest > clock[first + other] and other != engine:
+                    self._compare(tile, box, writes, others.by_engine[other], other, clock[first + other], they_write)
         own = writes_of if writes else reads_of
         kept = own.by_engine[engine]
         kept.pop(box, None)
         kept[box] = own.latest[engine] = clock[engine]
         if len(kept) > _MOST_KEPT:
-            seen = min(each[engine] for each in self._clocks)
+            seen = min(each[engine] for each in self._clocks)  # whoever has seen an end has seen the reads
             own.by_engine[engine] = {box: time for box, time in kept.items() if time > seen}
 
     def _compare(

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from npu_model.isa.instructions import (
     Affine,
+    Engine,
     Instruction,
     Loop,
     Node,
@@ -22,6 +23,7 @@ from npu_model.isa.instructions import (
     Transfer,
     core_of,
     is_transfer,
+    kind_of,
 )
 from npu_model.machine.costs import Cost, Costs
 
@@ -32,13 +34,15 @@ Counters: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Raised:
-    """The times at which a token was raised in this run, as seen by cores at an equal distance.
+    """The times at which a token was raised in this run, as seen by engines of one kind in cores at an equal distance.
 
     Attributes:
         token: The token.
         before: Number of times it was raised before this run.
         is_data: Whether a DMA engine raises it.
         delay: Cycles from the end of the instruction that raises it until those cores see it.
+        after_reads: Whether it counts from when the instruction has read its operands, not from when its results are
+            complete: so DMA engines see a product's tokens, as they do not reach the accumulators.
         times: The cycle in which it was raised for the nth time; 0, the run's start, for n = 0.
         waiting: (count, number of the engine) of the instructions that wait for it.
         clocks: For each time that it was raised, the vector clock of what has ended by then (`races.py`).
@@ -49,6 +53,7 @@ class Raised:
     before: int
     is_data: bool
     delay: int = 0
+    after_reads: bool = False
     times: list[int] = field(default_factory=lambda: [0])
     waiting: list[tuple[int, int]] = field(default_factory=list)
     clocks: list[tuple[int, ...]] = field(default_factory=list)
@@ -64,7 +69,7 @@ class Prepared:
         moves: Whether it is a transfer.
         sizes: Its engine → 1, the number of instructions that it executes in an iteration of the innermost loop.
         waits, counts: The tokens that it waits for, and how often each must have been raised since the program's start.
-        signals: The tokens that it raises, once for each network delay at which some core waits for it.
+        signals: The tokens that it raises, once for each way in which some engine that waits for it sees it.
         varying: Axes of which, in some iterations, some elements lie outside of the tensor.
         outside: DRAM address of a transfer, if its time depends on it (on a chip with DRAM banks); else None.
         fixed: Its cost, if that is equal in all iterations; else None.
@@ -152,13 +157,12 @@ class Streams:
         varying = [position for position, axis in enumerate(axes) if axis.is_clipped(counts)]
         outside = self._outside(instruction)
         fixed = None if varying or outside else self._costs.cost(instruction, [axis.size for axis in axes])
-        core = core_of(instruction.engine)
         prepared = Prepared(
             instruction,
             section,
             isinstance(instruction, Transfer),
             {instruction.engine: 1},
-            [self._token(wait.token, core) for wait in instruction.waits],
+            [self._token(wait.token, instruction.engine) for wait in instruction.waits],
             [wait.count for wait in instruction.waits],
             [],
             varying,
@@ -178,14 +182,15 @@ class Streams:
         tiles = (instruction.source, instruction.target)
         return next((tile.address for tile in tiles if tile.space.has_buffers), None)
 
-    def _token(self, token: Token, core: str) -> Raised:
-        """A token as seen by the engines of a core, that is, with the network's delay."""
-        delay = self._costs.delay(core_of(token.engine), core)
+    def _token(self, token: Token, engine: str) -> Raised:
+        """A token as an engine sees it: with the network's delay, and of a product after its reads if it is for DMA."""
+        delay = self._costs.delay(core_of(token.engine), core_of(engine))
+        after_reads = kind_of(token.engine) == Engine.MATRIX and is_transfer(engine)
         known = self._tokens.setdefault(token, [])
         for raised in known:
-            if raised.delay == delay:
+            if (raised.delay, raised.after_reads) == (delay, after_reads):
                 return raised
-        known.append(Raised(token, self._raised.get(token, 0), is_transfer(token.engine), delay))
+        known.append(Raised(token, self._raised.get(token, 0), is_transfer(token.engine), delay, after_reads))
         return known[-1]
 
     def _stream(self, nodes: Sequence[_Rounds | Prepared], engine: str, counters: Counters) -> Iterator[Entry]:

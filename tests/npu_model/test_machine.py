@@ -13,11 +13,12 @@ from threadpoolctl import threadpool_info
 from tile_programs import arrays_of, chip, emitted_program, linear_program, memories
 
 from npu_model.isa.assembler import assemble
-from npu_model.isa.instructions import TileProgram
+from npu_model.isa.instructions import Multiply, TileProgram
 from npu_model.isa.verifier import verify
 from npu_model.machine import machine as machine_module
 from npu_model.machine import streams
 from npu_model.machine.blas import one_thread
+from npu_model.machine.costs import Costs
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import MachineError, Memory
 
@@ -232,3 +233,35 @@ def test_a_fence_behind_a_load_ends_when_the_data_are_there() -> None:
     )
     load, compute = Machine(chip(), program, memories(arrays_of(program)), True).run(spans=True).spans
     assert compute.start == load.end + round(chip().dram_latency_cycles)
+
+
+PRODUCT = """
+chip edge d
+buffer x 128
+buffer w 64
+section a b ""
+  dma0    load    sram[0] int8 <- x[0] int8 [64]   signal dma0.1
+  dma0    load    sram[64] int8 <- w[0] int8 [64]   signal dma0.1
+  matrix matmul acc[0] int32 (0) = sram[0] int8 * sram[64] int8 [k 64]   wait dma0.1 >= 2   signal matrix.1
+  dma0    load    sram[0] int8 <- x[64] int8 [64]   wait matrix.1 >= 1   signal dma0.2
+  vector  compute [1]   wait matrix.1 >= 1
+          r0 = acc[0] int32
+          sram[128] int32 <- r0
+"""
+
+
+def test_an_operands_bytes_are_free_once_it_has_entered_the_array_and_sums_are_read_when_they_are_complete() -> None:
+    program = assemble(PRODUCT)
+    product = next(node for node in program.sections[0].body if isinstance(node, Multiply))
+    depth = Costs(chip()).cost(product, [64]).latency
+    spans = Machine(chip(), program, memories(arrays_of(program)), True).run(spans=True).spans
+    multiply, load, compute = sorted(spans, key=lambda span: span.start)[2:]
+    assert (multiply.engine, load.engine, compute.engine) == ("matrix", "dma0", "vector")
+    assert load.start == multiply.end
+    assert compute.start == multiply.end + depth > multiply.end
+
+
+def test_a_load_behind_a_product_does_not_say_that_its_sums_are_complete() -> None:
+    program = assemble(PRODUCT.replace("compute [1]   wait matrix.1 >= 1", "compute [1]   wait dma0.2 >= 1"))
+    with pytest.raises(MachineError, match="race: bytes 0 to 4 of acc are read while matrix may still write them"):
+        run(program)

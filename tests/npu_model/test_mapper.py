@@ -61,3 +61,18 @@ def test_the_bytes_that_a_tiling_needs_are_those_that_it_takes() -> None:
     chip, plan = with_scratchpad(1024), layers(3).plan
     for candidate in Mapper(chip).choices(plan.calls[0]).candidates:
         assert 0 <= candidate.needs({0, 1, 2}) <= candidate.needs({1}) < candidate.scratchpad <= chip.sram.size
+
+
+def test_tiles_avoid_the_bytes_of_values_that_were_used_last_so_that_loads_overlap() -> None:
+    g, half, square = IRBuilder("attention"), "bfloat16", (24, 328, 328)
+    q, v = (g.input(name, 24, 328, 64, dtype=half) for name in "qv")
+    k = g.input("k", 24, 64, 328, dtype=half)
+    scores = g("aten.bmm.dtype", q, k, "float32", out=(square, "float32"))
+    g.output(g("aten.bmm.default", g("aten.softmax.int", scores, -1, half, out=(square, half)), v))
+    options = CompileOptions(disabled_fusions=("attention",))
+    result = simulate(compile_ir(g.ir(), options=options), load_chip("tpu-v6e"), spans=True)
+    spans = [[span for span in result.spans if span.section == section] for section in range(3)]
+    assert [call.kernel.split("_")[0] for call in result.calls] == ["batched", "softmax", "batched"]
+    assert {span.engine for span in spans[1]} == {"vector"}  # scores and weights stay in the scratchpad
+    values = next(span for span in spans[2] if span.engine.startswith("dma"))
+    assert values.end <= spans[1][0].end

@@ -160,6 +160,18 @@ def test_operands_that_fit_are_staged_before_a_product_begins(room: int, whole: 
     assert whole or begin < simulate(streamed(256, 512, 256), changed(chip, "dma", staged_bytes=2**20)).cycles / 2
 
 
+@pytest.mark.parametrize(("room", "overlaps"), [(500_000, True), (250_000, False)])
+def test_operands_of_two_products_are_staged_at_once_only_if_both_fit(room: int, overlaps: bool) -> None:
+    g = IRBuilder("layers")
+    y = g("aten.linear.default", g.input("x", 64, 256), g.input("a", 256, 256))  # of 131,072 bytes, as the other
+    g.output(g("aten.linear.default", y, g.input("b", 256, 256)))
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
+    result = simulate(program, changed(EDGE, "dma", staged_bytes=room), spans=True)
+    first, second = ([span for span in result.spans if span.section == section] for section in range(2))
+    ended = max(span.end for span in first if span.name == "multiply")
+    assert (min(span.start for span in second if span.name == "transfer") < ended) is overlaps
+
+
 def test_a_product_enters_the_array_while_the_one_before_leaves() -> None:
     chip = changed(changed(EDGE, "matrix", arrays=1), "sram", bytes_per_cycle=1024)
     folds, rate, depth = 2 * 2, 0.25, 32 + 32 + 32 - 2

@@ -66,6 +66,25 @@ def test_a_wait_that_one_round_needs_stays() -> None:
     assert waits(trimmed(assemble(text.replace("wait dma0.1 >= t0 + 1", "wait dma0.1 >= 3")))) == 1
 
 
+def test_a_wait_for_sums_stays_beside_one_for_a_load_that_waits_for_the_operands() -> None:
+    text = (
+        'chip edge d\nbuffer x 128\nsection a b ""\n'
+        "  dma0    load    sram[0] int8 <- x[0] int8 [64]   signal dma0.1\n"
+        "  matrix  matmul  acc[0] int32 (4, 0) = sram[0] int8 (0, 1) * sram[0] int8 (0, 1) [m 1, k 64]"
+        "   wait dma0.1 >= 1   signal matrix.1\n"
+        "  dma0    load    sram[0] int8 <- x[64] int8 [64]   wait matrix.1 >= 1   signal dma0.2\n"
+        "  vector  compute [1]   wait matrix.1 >= 1, dma0.2 >= 1\n"
+        "          r0 = acc[0] int32\n"
+        "          r1 = sram[0] int8\n"
+        "          r2 = add(r0, r1; 1.0)\n"
+        "          sram[128] int32 <- r2\n"
+    )
+    assert trimmed(assemble(text)) == assemble(text)
+    fence = "  matrix  fence   wait dma0.2 >= 1   signal matrix.2\n"
+    behind = text.replace("  vector  ", fence + "  vector  ").replace(", dma0.2 >= 1\n", ", matrix.2 >= 1\n")
+    assert (waits(assemble(behind)), waits(trimmed(assemble(behind)))) == (5, 4)  # the product ends before the fence
+
+
 def test_drawn_programs_compute_the_same_with_fewer_waits(seed: int) -> None:
     fewer = 0
     for number in range(60):

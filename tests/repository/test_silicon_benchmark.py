@@ -23,6 +23,8 @@ from benchmarks.silicon.graphs import (
 from benchmarks.silicon.page import document
 from benchmarks.silicon.rows import Row, read
 from benchmarks.silicon.runs import chip_of, fit, fitting_rows, run, summary
+from npu_compiler import CompileOptions, compile
+from npu_compiler.program.target import OpLevelTarget
 
 FILES = {
     "tpu_v6e_gemm.csv": """\
@@ -108,6 +110,14 @@ def test_graphs_become_the_kernels_that_were_measured(graph: IR, kernels: list[s
     outcome = run(Row("set", "tpu-v6e", "name", lambda: graph, "bfloat16", 10.0, unfused=unfused))
     ran = [call.kernel for call in outcome.result.calls]
     assert [name for name in ran if name in kernels] == kernels
+
+
+def test_scores_are_float32_between_the_products_of_an_encoders_attention() -> None:
+    options = CompileOptions(disabled_fusions=("attention",))
+    program = compile(materialised_attention(4, 8, 8, 16), OpLevelTarget(), options)
+    scores, softmax, values = program.plan.calls
+    views = (scores.inputs[0], scores.outputs[0], softmax.outputs[0], values.outputs[0])
+    assert [view.dtype for view in views] == ["bfloat16", "float32", "bfloat16", "bfloat16"]
 
 
 def test_of_a_layer_of_int8_only_its_own_kernel_is_timed() -> None:
