@@ -25,6 +25,7 @@ from npu_compiler.files import write_atomically
 from npu_model.analysis.simulation import simulate_for
 from npu_model.chip import Chip
 from npu_model.chip.description import check_number
+from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.shared import Shared
 
 MOST_CHIPS = 4096
@@ -238,7 +239,7 @@ def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
 
 def _point(program: CompiledProgram, values: dict[str, float], chip: Chip, shared: Shared) -> Point:
     try:
-        result = simulate_for(program, chip, shared)
+        result = simulate_for(program, Mapper(chip, shared))
     except ConstraintError as error:
         return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=error.violations[0])
     return Point(values, result.seconds, result.energy.total, result.dram_bytes, result.utilization, area(chip))

@@ -143,6 +143,7 @@ def serve_on_chip(
         InputError: there is no such chip or model, the chip cannot run it, or a prompt is too long.
     """
     from npu_model import load_chip
+    from npu_model.collection import seldom_collected
     from npu_sim.llm import cache_capacity, load_architecture
     from npu_sim.llm.simulated import PoolSettings, SimulatedPrograms, StepPrices, serve_requests
 
@@ -155,7 +156,7 @@ def serve_on_chip(
     pool = PoolSettings(**{**settings, "context_length": settings["context_length"] or context})
     programs = SimulatedPrograms(checkpoint, chip)
     prices = StepPrices(programs, pool.max_batch, pool.max_tokens, pool.context_length)
-    with progress(f"serving {checkpoint.name} on {chip.name}") as report:
+    with progress(f"serving {checkpoint.name} on {chip.name}") as report, seldom_collected():
         result = serve_requests(requests, prices, pool, static_watts=chip.energy.static_watts, progress=report)
     if csv is not None:
         result.write_queue(csv)

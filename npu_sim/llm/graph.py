@@ -600,12 +600,8 @@ def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "
     """
     from npu_compiler import compile as compile_ir
 
-    try:
+    with compiling(checkpoint):
         return compile_ir(extract_contiguous(checkpoint, shape), target, _options(checkpoint, None))
-    except InputError:
-        raise
-    except NPUError as error:
-        raise _unsupported(checkpoint, error) from error
 
 
 def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
@@ -636,8 +632,15 @@ def _compiled(
 ) -> "CompiledProgram":
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
-    try:
+    with compiling(checkpoint):
         return cached_program(name, key, make_ir, target, _options(checkpoint, mesh), _TRACING)
+
+
+@contextlib.contextmanager
+def compiling(checkpoint: Checkpoint) -> Iterator[None]:
+    """A context for compiling a checkpoint's programs: whatever is refused becomes an InputError that names it."""
+    try:
+        yield
     except InputError:
         raise
     except NPUError as error:

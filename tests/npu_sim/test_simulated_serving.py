@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from npu_compiler.errors import InputError
-from npu_model import Chip, load_chip
+from npu_model import Chip, NPUTarget, load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.llm import Checkpoint, load_architecture
-from npu_sim.llm.graph import ContiguousShape
+from npu_sim.llm.graph import ContiguousShape, compile_contiguous
 from npu_sim.llm.simulated import (
     PoolSettings,
     ProgramCost,
@@ -31,6 +31,7 @@ from npu_sim.llm.simulated import (
     read_requests,
     serve_requests,
 )
+from npu_sim.llm.simulated.programs import cost_of
 
 pytest.importorskip("transformers")
 
@@ -111,6 +112,21 @@ def test_programs_are_few_and_kept(checkpoint: Checkpoint) -> None:
         serve_requests(requests, prices_of(programs), PoolSettings(CONTEXT))
     assert first.simulated == len(first.used) <= 8 + 10 + 2 * (4 + 5)
     assert again.simulated == 0 and again.used == first.used
+
+
+def test_a_program_costs_the_same_encoded_or_not(checkpoint: Checkpoint, programs: SimulatedPrograms) -> None:
+    target = NPUTarget(programs.chip)
+    for shape in (ContiguousShape(4, 1, 100), ContiguousShape(1, 48, 128)):
+        encoded = compile_contiguous(checkpoint, shape, target)
+        assert encoded.plan.machine_code
+        assert programs.cost(shape) == cost_of(simulate(encoded, programs.chip))
+
+
+def test_what_a_chip_cannot_run_is_named(checkpoint: Checkpoint) -> None:
+    chip = load_chip("edge")
+    small = dataclasses.replace(chip, sram=dataclasses.replace(chip.sram, size=64))
+    with pytest.raises(InputError, match="cannot compile .*cannot run on chip 'edge'"):
+        SimulatedPrograms(checkpoint, small).cost(ContiguousShape(1, 1, 64))
 
 
 def test_more_bandwidth_makes_no_step_slower(checkpoint: Checkpoint) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_sim.cache import cached_facts
 from npu_sim.llm.checkpoint import Checkpoint
-from npu_sim.llm.graph import ContiguousShape, compile_contiguous, contiguous_key
+from npu_sim.llm.graph import ContiguousShape, compile_contiguous, compiling, contiguous_key
 
 if TYPE_CHECKING:
     from npu_model import Chip, Result
@@ -47,12 +47,13 @@ class SimulatedPrograms:
     """
 
     def __init__(self, checkpoint: Checkpoint, chip: Chip) -> None:
-        from npu_model import NPUTarget
+        from npu_model.lowering.mapper import Mapper
+        from npu_model.target import UnassembledTarget
 
         self.checkpoint, self.chip = checkpoint, chip
         self.simulated = 0
         self.used: dict[ContiguousShape, ProgramCost] = {}
-        self._target = NPUTarget(chip)
+        self._target, self._mapper = UnassembledTarget(chip), Mapper(chip)
         self._key: list[Any] | None = None
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
@@ -70,10 +71,12 @@ class SimulatedPrograms:
         return self.used[shape]
 
     def _simulated(self, shape: ContiguousShape) -> ProgramCost:
-        from npu_model import simulate
+        from npu_model.analysis.simulation import simulate_for
 
         self.simulated += 1
-        return cost_of(simulate(compile_contiguous(self.checkpoint, shape, self._target), self.chip))
+        with compiling(self.checkpoint):
+            program = compile_contiguous(self.checkpoint, shape, self._target)
+            return cost_of(simulate_for(program, self._mapper))
 
 
 def cost_of(result: Result) -> ProgramCost:
