@@ -4,7 +4,7 @@ import contextlib
 import copy
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -291,15 +291,45 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     from torch.export import Dim
 
     from npu_sim.llm.modules import CachedCausalLM
+    from npu_sim.llm.repeated_layers import trace_few
 
     sequences, tokens, rows = 3, 6, 40  # any sizes will do, if each is another
-    inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
-    caches = _empty_caches(checkpoint, rows, sequences)
-    symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
-    dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
-    dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in caches]
-    model = CachedCausalLM(_placed_model(checkpoint), state_form(checkpoint))
-    return _trace_symbolic(checkpoint, model, (*inputs, *caches), dynamic, "contiguous")
+    form = state_form(checkpoint)
+
+    def build(layers: int | None = None) -> "tuple[nn.Module, list[Any]]":
+        causal = _placed_model(checkpoint)
+        if layers is not None:
+            parts = causal.get_submodule(path)
+            causal.set_submodule(path, type(parts)(list(parts)[:layers]))
+        inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
+        caches = _empty_caches(checkpoint, rows, sequences)
+        own = replace(form, layers=form.layers[:layers])
+        return CachedCausalLM(causal, own), [*inputs, *(x[:layers] for x in caches)]
+
+    def traced(model: "nn.Module", inputs: Sequence[Any]) -> dict[str, Any]:
+        symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
+        dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
+        dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in inputs[3:]]
+        return _trace_symbolic(checkpoint, model, tuple(inputs), dynamic, "contiguous")
+
+    path, count = _layers_path(checkpoint), len(form.layers)
+    ir = None if path is None else trace_few(path, count, build, traced)
+    return traced(*build()) if ir is None else ir
+
+
+def _layers_path(checkpoint: Checkpoint) -> str | None:
+    """The path in the module to the list of its layers, if there are many, and all have keys and values only."""
+    from torch import nn
+
+    from npu_sim.llm.repeated_layers import SAMPLE
+
+    form = state_form(checkpoint)
+    count = len(form.layers)
+    if count <= SAMPLE or form.layers != tuple(range(count)) or form.recurrent or form.masks:
+        return None
+    modules = _placed_model(checkpoint).named_modules()
+    paths = [path for path, part in modules if type(part) is nn.ModuleList and len(part) == count]
+    return paths[0] if len(paths) == 1 else None
 
 
 def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
