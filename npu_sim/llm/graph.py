@@ -261,24 +261,44 @@ class ContiguousShape:
 
 
 def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[str, Any]:
-    """The IR of `CachedCausalLM` for several sequences; traced once and cached as in `extract_paged`.
+    """The IR of `CachedCausalLM` for several sequences.
 
     Raises:
         InputError: the model cannot be traced.
     """
     from npu_compiler.graph.symbolic import specialize
 
+    ir = symbolic_contiguous(checkpoint)
+    specialized: dict[str, Any] = specialize(ir, contiguous_sizes(ir, shape))
+    return specialized
+
+
+def symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The IR of `CachedCausalLM` with symbols for sizes; traced once and cached as in `extract_paged`.
+
+    Raises:
+        InputError: the model cannot be traced.
+    """
     if is_recurrent(layer_states(checkpoint)) or state_form(checkpoint).is_whole:
         reason = "layers with other state than keys and values are not simulated; choose a model of attention alone"
         raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
-    ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint), _TRACING)
+    key = ["contiguous", _model_key(checkpoint)]
+    ir: dict[str, Any] = cached_facts(name, key, lambda: _symbolic_contiguous(checkpoint), _TRACING)
     if not ir:
         raise _unsupported(checkpoint, InputError("PyTorch fixes the sizes of its graph"))
+    return ir
+
+
+def contiguous_sizes(ir: dict[str, Any], shape: ContiguousShape) -> dict[str, int]:
+    """Symbol → its value for a shape, for the symbols in the IR of `symbolic_contiguous`."""
     cache = f"{FULL_ATTENTION.tensors[0]}_0"
-    given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
-    specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
-    return specialized
+    return _sizes(ir, {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]})
+
+
+def contiguous_options(checkpoint: Checkpoint) -> "CompileOptions":
+    """The options with which `compile_contiguous` compiles."""
+    return _options(checkpoint, None)
 
 
 def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -631,7 +651,7 @@ def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "
     from npu_compiler import compile as compile_ir
 
     with compiling(checkpoint):
-        return compile_ir(extract_contiguous(checkpoint, shape), target, _options(checkpoint, None))
+        return compile_ir(extract_contiguous(checkpoint, shape), target, contiguous_options(checkpoint))
 
 
 def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
@@ -639,7 +659,7 @@ def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]
     from importlib.metadata import version
 
     versions = [version(package) for package in _TRACING]
-    return [_model_key(checkpoint), versions, program_key(target, _options(checkpoint, None))]
+    return [_model_key(checkpoint), versions, program_key(target, contiguous_options(checkpoint))]
 
 
 def compile_copy_rows(
