@@ -216,7 +216,7 @@ class _Repetition:
             return {**x, "name": name, **({"producer_node": names[place]} if "producer_node" in x else {})}
 
         def moved(x: dict[str, Any], layers: int) -> dict[str, Any]:
-            """What is to a later layer as a value, weight or input is to its own."""
+            """The value, weight or input that is to a later layer what another one is to its own."""
             if x["name"] in self.places:
                 return placed(x, self.places[x["name"]] + layers * self.period)
             own = {key: self._shifted(x[key], layers) for key in ("name", "producer_node") if x.get(key) is not None}
