@@ -294,7 +294,8 @@ Seconds that a machine takes to simulate the chip `edge`. `python -m benchmarks.
 - *compile, cached*: find the program in the cache by its IR.
 - *lower and time*: choose tilings and cascades, and run all engines; the DRAM is four channels of LPDDR5.
 - A sweep lowers and times the network for each chip, in a process for each core; *processor* is that of all of them.
-- *serve*: `simulate --trace`. The first time simulates the programs of the steps, whose prices are kept.
+- *serve*: `simulate --trace`. The first time simulates the programs of the steps, in a process for each core; their
+  prices are kept.
 """
 
 

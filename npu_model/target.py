@@ -47,6 +47,22 @@ class ChipOpsTarget(OpLevelTarget):
         return self.capabilities.refusal(node, graph, compute_dtype)
 
 
+class UnassembledTarget(ChipOpsTarget):
+    """A target with the calls of `NPUTarget`, but without tile programs: `simulate_for` lowers the calls itself.
+
+    Args:
+        chip: The chip that programs are simulated on.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        super().__init__(chip)
+        self.config = replace(OP_LEVEL, channel_alignment_bytes=1)
+
+    @property
+    def key(self) -> str:
+        return f"{self.config.name}:{chip_digest(self.chip)}"
+
+
 class NPUTarget(ChipOpsTarget):
     """A target that compiles for one chip: the op table's kernels, with tile programs.
 

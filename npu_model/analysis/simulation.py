@@ -15,7 +15,6 @@ from npu_model.loading import load_tiles
 from npu_model.lowering.cores import arranged, lower_arranged
 from npu_model.lowering.forms import Form
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
 
 # More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
@@ -63,17 +62,23 @@ def lowered(program: CompiledProgram, chip: Chip, forms: Mapping[str, Form] | No
     return tiles
 
 
-def simulate_for(program: CompiledProgram, chip: Chip, shared: Shared) -> Result:
-    """Simulate a program on one of many chips; cycles, traffic and energy are those of `simulate`.
+@seldom_collected()
+def simulate_for(program: CompiledProgram, mapper: Mapper) -> Result:
+    """Simulate a program on a mapper's chip; cycles, traffic and energy are those of `simulate`.
+
+    An op-level program is lowered and run as it is, without encoding instructions or removing redundant waits.
 
     Args:
-        shared: Cache of lowering results that the chips have in common.
+        mapper: Mapper of the chip, which keeps the tilings that it has found for programs with equal calls. Its
+            `Shared` keeps results that several chips have in common.
+
+    Raises as `simulate`.
     """
     if program.target.startswith("npu:"):
-        return simulate(program, chip)
-    arrangement = arranged(checked_plan(program), chip, Mapper(chip, shared))
-    run = arrangement.run or Machine(chip, arrangement.program).run()
-    return result_of(program, chip, arrangement.program, run)
+        return simulate(program, mapper.chip)
+    arrangement = arranged(checked_plan(program), mapper.chip, mapper)
+    run = arrangement.run or Machine(mapper.chip, arrangement.program).run()
+    return result_of(program, mapper.chip, arrangement.program, run)
 
 
 def checked_plan(program: CompiledProgram) -> ExecutionPlan:

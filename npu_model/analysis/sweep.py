@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +24,9 @@ from npu_compiler.files import write_atomically
 from npu_model.analysis.simulation import simulate_for
 from npu_model.chip import Chip
 from npu_model.chip.description import check_number
+from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.shared import Shared
+from npu_runtime.cpu.native.threads import usable_threads
 
 MOST_CHIPS = 4096
 _NEIGHBOURS = 16  # chips that a process takes at a time: those next to each other have the most in common
@@ -192,7 +193,7 @@ def sweep(
     Raises:
         InputError: the program is not an op-level program.
     """
-    count = min(workers or len(os.sched_getaffinity(0)), len(chips))
+    count = min(workers or usable_threads(), len(chips))
     points = []
     for point in _simulated(program, chips, count):
         points.append(point)
@@ -238,7 +239,7 @@ def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
 
 def _point(program: CompiledProgram, values: dict[str, float], chip: Chip, shared: Shared) -> Point:
     try:
-        result = simulate_for(program, chip, shared)
+        result = simulate_for(program, Mapper(chip, shared))
     except ConstraintError as error:
         return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=error.violations[0])
     return Point(values, result.seconds, result.energy.total, result.dram_bytes, result.utilization, area(chip))

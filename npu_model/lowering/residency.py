@@ -226,7 +226,7 @@ def _values(plan: ExecutionPlan, alignment: int) -> tuple[list[_Value], list[_Va
     """The intermediate values of a plan, ordered by accesses per byte in descending order, and its weights."""
     users: dict[str, dict[int, frozenset[int]]] = {}
     for index, call in enumerate(plan.calls):
-        for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
+        for name in dict.fromkeys(view.buffer for view in (*call.inputs, *call.outputs)):
             users.setdefault(name, {})[index] = positions(call, (name,))
     outputs = {view.buffer for view in plan.output_views.values()}
     values, weights = [], []

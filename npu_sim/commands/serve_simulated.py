@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from npu_sim.llm.simulated import PoolSettings, Quantiles, ServingResult, TimedRequest
 
 _PROMPTS, _REPLIES = "512", "128"
+_MOST_WORKERS = 8  # processes; about so many programs are simulated at once
 
 
 def _trace_file(path: Path | None) -> Path | None:
@@ -143,6 +145,8 @@ def serve_on_chip(
         InputError: there is no such chip or model, the chip cannot run it, or a prompt is too long.
     """
     from npu_model import load_chip
+    from npu_model.collection import seldom_collected
+    from npu_runtime.cpu.native.threads import usable_threads
     from npu_sim.llm import cache_capacity, load_architecture
     from npu_sim.llm.simulated import PoolSettings, SimulatedPrograms, StepPrices, serve_requests
 
@@ -153,9 +157,9 @@ def serve_on_chip(
     with concerning("the context"):
         context = cache_capacity(checkpoint, settings["context_length"])
     pool = PoolSettings(**{**settings, "context_length": settings["context_length"] or context})
-    programs = SimulatedPrograms(checkpoint, chip)
+    programs = SimulatedPrograms(checkpoint, chip, workers=min(usable_threads(), _MOST_WORKERS))
     prices = StepPrices(programs, pool.max_batch, pool.max_tokens, pool.context_length)
-    with progress(f"serving {checkpoint.name} on {chip.name}") as report:
+    with closing(programs), progress(f"serving {checkpoint.name} on {chip.name}") as report, seldom_collected():
         result = serve_requests(requests, prices, pool, static_watts=chip.energy.static_watts, progress=report)
     if csv is not None:
         result.write_queue(csv)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -261,24 +261,44 @@ class ContiguousShape:
 
 
 def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[str, Any]:
-    """The IR of `CachedCausalLM` for several sequences; traced once and cached as in `extract_paged`.
+    """The IR of `CachedCausalLM` for several sequences.
 
     Raises:
         InputError: the model cannot be traced.
     """
     from npu_compiler.graph.symbolic import specialize
 
+    ir = symbolic_contiguous(checkpoint)
+    specialized: dict[str, Any] = specialize(ir, contiguous_sizes(ir, shape))
+    return specialized
+
+
+def symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The IR of `CachedCausalLM` with symbols for sizes; traced once and cached as in `extract_paged`.
+
+    Raises:
+        InputError: the model cannot be traced.
+    """
     if is_recurrent(layer_states(checkpoint)) or state_form(checkpoint).is_whole:
         reason = "layers with other state than keys and values are not simulated; choose a model of attention alone"
         raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
-    ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint), _TRACING)
+    key = ["contiguous", _model_key(checkpoint)]
+    ir: dict[str, Any] = cached_facts(name, key, lambda: _symbolic_contiguous(checkpoint), _TRACING)
     if not ir:
         raise _unsupported(checkpoint, InputError("PyTorch fixes the sizes of its graph"))
+    return ir
+
+
+def contiguous_sizes(ir: dict[str, Any], shape: ContiguousShape) -> dict[str, int]:
+    """Symbol → its value for a shape, for the symbols in the IR of `symbolic_contiguous`."""
     cache = f"{FULL_ATTENTION.tensors[0]}_0"
-    given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
-    specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
-    return specialized
+    return _sizes(ir, {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]})
+
+
+def contiguous_options(checkpoint: Checkpoint) -> "CompileOptions":
+    """The options with which `compile_contiguous` compiles."""
+    return _options(checkpoint, None)
 
 
 def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -291,15 +311,45 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     from torch.export import Dim
 
     from npu_sim.llm.modules import CachedCausalLM
+    from npu_sim.llm.repeated_layers import trace_few
 
     sequences, tokens, rows = 3, 6, 40  # any sizes will do, if each is another
-    inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
-    caches = _empty_caches(checkpoint, rows, sequences)
-    symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
-    dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
-    dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in caches]
-    model = CachedCausalLM(_placed_model(checkpoint), state_form(checkpoint))
-    return _trace_symbolic(checkpoint, model, (*inputs, *caches), dynamic, "contiguous")
+    form = state_form(checkpoint)
+
+    def build(layers: int | None = None) -> "tuple[nn.Module, list[Any]]":
+        causal = _placed_model(checkpoint)
+        if layers is not None:
+            parts = causal.get_submodule(path)
+            causal.set_submodule(path, type(parts)(list(parts)[:layers]))
+        inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
+        caches = _empty_caches(checkpoint, rows, sequences)
+        own = replace(form, layers=form.layers[:layers])
+        return CachedCausalLM(causal, own), [*inputs, *(x[:layers] for x in caches)]
+
+    def traced(model: "nn.Module", inputs: Sequence[Any]) -> dict[str, Any]:
+        symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
+        dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
+        dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in inputs[3:]]
+        return _trace_symbolic(checkpoint, model, tuple(inputs), dynamic, "contiguous")
+
+    path, count = _layers_path(checkpoint), len(form.layers)
+    ir = None if path is None else trace_few(path, count, build, traced)
+    return traced(*build()) if ir is None else ir
+
+
+def _layers_path(checkpoint: Checkpoint) -> str | None:
+    """The path in the module to the list of its layers, if there are many, and all have keys and values only."""
+    from torch import nn
+
+    from npu_sim.llm.repeated_layers import SAMPLE
+
+    form = state_form(checkpoint)
+    count = len(form.layers)
+    if count <= SAMPLE or form.layers != tuple(range(count)) or form.recurrent or form.masks:
+        return None
+    modules = _placed_model(checkpoint).named_modules()
+    paths = [path for path, part in modules if type(part) is nn.ModuleList and len(part) == count]
+    return paths[0] if len(paths) == 1 else None
 
 
 def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
@@ -600,12 +650,8 @@ def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "
     """
     from npu_compiler import compile as compile_ir
 
-    try:
-        return compile_ir(extract_contiguous(checkpoint, shape), target, _options(checkpoint, None))
-    except InputError:
-        raise
-    except NPUError as error:
-        raise _unsupported(checkpoint, error) from error
+    with compiling(checkpoint):
+        return compile_ir(extract_contiguous(checkpoint, shape), target, contiguous_options(checkpoint))
 
 
 def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
@@ -613,7 +659,7 @@ def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]
     from importlib.metadata import version
 
     versions = [version(package) for package in _TRACING]
-    return [_model_key(checkpoint), versions, program_key(target, _options(checkpoint, None))]
+    return [_model_key(checkpoint), versions, program_key(target, contiguous_options(checkpoint))]
 
 
 def compile_copy_rows(
@@ -636,8 +682,15 @@ def _compiled(
 ) -> "CompiledProgram":
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
-    try:
+    with compiling(checkpoint):
         return cached_program(name, key, make_ir, target, _options(checkpoint, mesh), _TRACING)
+
+
+@contextlib.contextmanager
+def compiling(checkpoint: Checkpoint) -> Iterator[None]:
+    """A context for compiling a checkpoint's programs: whatever is refused becomes an InputError that names it."""
+    try:
+        yield
     except InputError:
         raise
     except NPUError as error:

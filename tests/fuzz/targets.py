@@ -368,6 +368,9 @@ def _read_sweep(folder: Path) -> Check:
 
 
 class _EvenPrograms:
+    def prepare(self, shapes: object) -> None:
+        pass
+
     def cost(self, shape: object) -> Any:
         from npu_sim.llm.simulated import ProgramCost
 

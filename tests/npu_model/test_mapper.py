@@ -44,7 +44,7 @@ def test_a_larger_scratchpad_keeps_more_weights_little_by_little() -> None:
 def test_chips_that_share_what_they_can_take_the_cycles_that_each_takes_alone() -> None:
     program, store = layers(3), Shared()
     for chip in [*map(with_scratchpad, (2048, 128, 512)), load_chip("phone"), load_chip("datacenter")]:
-        shared, alone = simulate_for(program, chip, store), simulate(program, chip)
+        shared, alone = simulate_for(program, Mapper(chip, store)), simulate(program, chip)
         assert (shared.cycles, shared.dram_bytes, shared.energy) == (alone.cycles, alone.dram_bytes, alone.energy)
 
 

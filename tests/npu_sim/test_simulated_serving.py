@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from npu_compiler.errors import InputError
-from npu_model import Chip, load_chip
+from npu_model import Chip, NPUTarget, load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.llm import Checkpoint, load_architecture
-from npu_sim.llm.graph import ContiguousShape
+from npu_sim.llm.graph import ContiguousShape, compile_contiguous
 from npu_sim.llm.simulated import (
     PoolSettings,
     ProgramCost,
@@ -31,6 +33,7 @@ from npu_sim.llm.simulated import (
     read_requests,
     serve_requests,
 )
+from npu_sim.llm.simulated.programs import cost_of
 
 pytest.importorskip("transformers")
 
@@ -113,6 +116,50 @@ def test_programs_are_few_and_kept(checkpoint: Checkpoint) -> None:
     assert again.simulated == 0 and again.used == first.used
 
 
+def test_a_program_costs_the_same_encoded_or_not(checkpoint: Checkpoint, programs: SimulatedPrograms) -> None:
+    target = NPUTarget(programs.chip)
+    for shape in (ContiguousShape(4, 1, 100), ContiguousShape(1, 48, 128)):
+        encoded = compile_contiguous(checkpoint, shape, target)
+        assert encoded.plan.machine_code
+        assert programs.cost(shape) == cost_of(simulate(encoded, programs.chip))
+
+
+def test_processes_find_the_same_costs(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = dataclasses.replace(load_chip("phone"), clock_ghz=random.uniform(0.5, 2.0))  # whose costs are not kept
+    requests = poisson_requests(40, 2000.0, (1, 100), (1, 60), seed=2)
+    with closing(SimulatedPrograms(checkpoint, chip, workers=2)) as programs, monkeypatch.context() as patch:
+        patch.setattr("npu_sim.llm.simulated.programs.compile_contiguous", None)  # every program is left to a process
+        result = serve_requests(requests, prices_of(programs), PoolSettings(CONTEXT))
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("NPU_SIM_CACHE", folder)
+        alone = SimulatedPrograms(checkpoint, chip)
+        assert serve_requests(requests, prices_of(alone), PoolSettings(CONTEXT)).to_dict() == result.to_dict()
+    assert alone.used == programs.used and alone.simulated == programs.simulated == len(programs.used)
+
+
+def test_a_program_that_no_process_simulates_is_simulated_here(checkpoint: Checkpoint) -> None:
+    chip = dataclasses.replace(load_chip("edge"), clock_ghz=random.uniform(0.5, 2.0))
+    shape = ContiguousShape(2, 1, 64)
+    with closing(SimulatedPrograms(checkpoint, chip, workers=2)) as programs:
+        programs.prepare([shape])
+        assert programs._workers is not None and programs._workers._pool is not None
+        for process in programs._workers._pool._processes.values():
+            process.kill()
+        cost = programs.cost(shape)
+    assert cost == cost_of(simulate(compile_contiguous(checkpoint, shape, NPUTarget(chip)), chip))
+
+
+def test_what_a_chip_cannot_run_is_named(checkpoint: Checkpoint) -> None:
+    chip = load_chip("edge")
+    small = dataclasses.replace(chip, sram=dataclasses.replace(chip.sram, size=64))
+    with pytest.raises(InputError, match="cannot compile .*cannot run on chip 'edge'"):
+        SimulatedPrograms(checkpoint, small).cost(ContiguousShape(1, 1, 64))
+    with closing(SimulatedPrograms(checkpoint, small, workers=2)) as programs:
+        programs.prepare([ContiguousShape(1, 1, 64)])
+        with pytest.raises(InputError, match="cannot compile .*cannot run on chip 'edge'"):
+            programs.cost(ContiguousShape(1, 1, 64))
+
+
 @pytest.mark.slow
 def test_more_bandwidth_makes_no_step_slower(checkpoint: Checkpoint) -> None:
     from npu_model.analysis.simulation import MONOTONE_WITHIN
@@ -145,6 +192,9 @@ class Formula:
     """Costs of programs by a formula, so that a trace takes no simulation."""
 
     least = 4e-4  # seconds of a step
+
+    def prepare(self, shapes: Iterable[ContiguousShape]) -> None:
+        """Do nothing: the formula takes no time."""
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
         rows = shape.sequences * shape.tokens

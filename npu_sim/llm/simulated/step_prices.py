@@ -13,7 +13,7 @@ each reads its own rows only.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -28,6 +28,9 @@ LEAST_CONTEXT = 16  # shorter ones cost the same
 
 class Programs(Protocol):
     """An interface: a source of costs of step programs."""
+
+    def prepare(self, shapes: Iterable[ContiguousShape]) -> None:
+        """Learn that the costs of the programs for these shapes are requested next."""
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
         """The cost of one run of the program for that shape."""
@@ -59,6 +62,7 @@ class StepPrices:
         self._tokens = [1, *_knots(_padded(max_tokens), RATIO)]
         self._typical = self._contexts[-2:][0]
         self._interpolated: dict[tuple[int, int, bool], Cost] = {}
+        self._prepared: set[object] = set()
 
     def decode(self, sequences: int, rows: int, steps: int = 1) -> tuple[Costs, Cost]:
         """The costs of consecutive steps in which each sequence decodes a token, and of loading the weights first.
@@ -69,6 +73,8 @@ class StepPrices:
             rows: Total number of cache rows that the sequences attend to in the first step. In each further step, every
                 sequence attends to one more.
         """
+        contexts = rows / sequences, rows / sequences + steps - 1
+        self._prepare([(_padded(sequences), 1)], [(sequences, *contexts, True)])
         program = self._program(_padded(sequences), 1)
         attention = self._attention(sequences, rows / sequences + np.arange(steps), decoding=True)
         return attention + np.array(_other(program))[:, None], _reload(program)
@@ -82,17 +88,42 @@ class StepPrices:
             pieces: For each piece of a prompt, the number of its tokens, and of the cache rows that its last token
                 attends to.
         """
-        program = self._program(1, _padded(decodes + sum(tokens for tokens, _ in pieces)))
+        padded = _padded(decodes + sum(tokens for tokens, _ in pieces))
+        attended: list[tuple[int, float, float, bool]] = [(tokens, rows, rows, False) for tokens, rows in pieces]
+        if decodes:
+            attended.append((decodes, decode_rows / decodes, decode_rows / decodes, True))
+        size = _padded(decodes) if decodes else 1
+        self._prepare([(1, padded), *([(size, 1), (1, size)] if decodes else [])], attended)
+        program = self._program(1, padded)
         total = np.array(_other(program))
         for tokens, rows in pieces:
             total += self._attention(tokens, np.array([rows]), decoding=False)[:, 0]
         if decodes:
             total += self._attention(decodes, np.array([decode_rows / decodes]), decoding=True)[:, 0]
             # The logits of a prompt are one row, those of decodes one each.
-            size = _padded(decodes)
             several, one = (_other(self._program(*shape)) for shape in ((size, 1), (1, size)))
             total += np.maximum(0.0, np.subtract(several, one))
         return Cost(*total.tolist()), _reload(program)
+
+    def _prepare(self, sizes: Sequence[tuple[int, int]], attended: Sequence[tuple[int, float, float, bool]]) -> None:
+        """Tell which programs a price is derived from, unless they have been told before.
+
+        Args:
+            sizes: Sequences and tokens of programs of which all but attention counts.
+            attended: For each attention its rows, the first and last of its contexts, and whether it is of decodes.
+        """
+        places = [
+            (rows, _place(self._contexts, first)[0], _place(self._contexts, last)[1], decoding)
+            for rows, first, last, decoding in attended
+        ]
+        key = (*sizes, *places)
+        if key not in self._prepared:
+            self._prepared.add(key)
+            shapes = [ContiguousShape(sequences, tokens, self._typical) for sequences, tokens in sizes]
+            for rows, low, high, decoding in places:
+                lengths = self._contexts[low : high + 1]
+                shapes += [shape for length in lengths for shape in self._shapes_around(rows, length, decoding)]
+            self._programs.prepare(dict.fromkeys(shapes))
 
     def _program(self, sequences: int, tokens: int) -> ProgramCost:
         return self._programs.cost(ContiguousShape(sequences, tokens, self._typical))
@@ -113,17 +144,20 @@ class StepPrices:
         """The cost of attention at a context length that is simulated; see `_attention`."""
         key = (rows, length, decoding)
         if key not in self._interpolated:
-            sizes = self._sequences if decoding else self._tokens
-            low, high = (sizes[place] for place in _place(sizes, rows))
-            costs = []
-            for size in (low, high):
-                shape = ContiguousShape(size, 1, length) if decoding else ContiguousShape(1, size, length)
-                program = self._programs.cost(shape)
-                costs.append((program.attention_seconds, program.attention_joules))
+            shapes = self._shapes_around(rows, length, decoding)
+            low, high = (max(shape.sequences, shape.tokens) for shape in shapes)
+            programs = [self._programs.cost(shape) for shape in shapes]
+            costs = [(program.attention_seconds, program.attention_joules) for program in programs]
             share = (rows - low) / (high - low) if high > low else 0.0
             seconds, joules = ((1 - share) * before + share * behind for before, behind in zip(*costs, strict=True))
             self._interpolated[key] = Cost(seconds, joules)
         return self._interpolated[key]
+
+    def _shapes_around(self, rows: int, length: int, decoding: bool) -> list[ContiguousShape]:
+        """The simulated programs below and above a number of rows; both are the same if it is simulated itself."""
+        sizes = self._sequences if decoding else self._tokens
+        around = [sizes[place] for place in _place(sizes, rows)]
+        return [ContiguousShape(size, 1, length) if decoding else ContiguousShape(1, size, length) for size in around]
 
 
 def _other(program: ProgramCost) -> Cost:
