@@ -189,7 +189,17 @@ NPU_INLINE bool any(IVec condition) {
 
 // Conversions of one vector; the memory need not be aligned.
 
-NPU_INLINE Vec widen(HalfBits bits, bf16) { return bit_cast<Vec>(__builtin_convertvector(bits, UVec) << 16); }
+// g++ would convert two halves of a vector and join them.
+NPU_INLINE UVec widen(HalfBits bits) {
+#if defined(NPU_AVX512)
+  return bit_cast<UVec>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(bits)));
+#elif defined(NPU_AVX2)
+  return bit_cast<UVec>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(bits)));
+#else
+  return __builtin_convertvector(bits, UVec);
+#endif
+}
+NPU_INLINE Vec widen(HalfBits bits, bf16) { return bit_cast<Vec>(widen(bits) << 16); }
 NPU_INLINE Vec widen(HalfBits bits, f16) {
 #if defined(NPU_AVX512)
   return _mm512_cvtph_ps(bit_cast<__m256i>(bits));
@@ -205,9 +215,18 @@ NPU_INLINE Vec widen(HalfBits bits, f16) {
 #endif
 }
 
+#if defined(NPU_AVX512)
+// Whether there are subnormals, which the conversions to bfloat16 would flush to zero.
+NPU_INLINE bool any_subnormal(Vec v) {
+  constexpr int kSubnormal = 0x20;
+  return __builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, false);
+}
+#endif
 // Rounds to nearest even.
 NPU_INLINE HalfBits narrow(Vec v, bf16) {
-  // On the integer image: AVX-512's own conversion would flush subnormals to zero.
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+  if (!any_subnormal(v)) return bit_cast<HalfBits>(_mm512_cvtneps_pbh(v));
+#endif
   const UVec bits = bit_cast<UVec>(v);
   const UVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const UVec quiet_nan = (bits >> 16) | 0x40u;
@@ -215,6 +234,8 @@ NPU_INLINE HalfBits narrow(Vec v, bf16) {
 #if defined(NPU_AVX2)
   const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(result), __m256i{});
   return bit_cast<HalfBits>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#elif defined(NPU_AVX512)
+  return bit_cast<HalfBits>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(result)));
 #else
   return __builtin_convertvector(result, HalfBits);
 #endif
@@ -248,6 +269,21 @@ template <class T>
 NPU_INLINE void store(T* p, Vec v) {
   const HalfBits bits = narrow(v, T());
   std::memcpy(p, &bits, sizeof(bits));
+}
+
+// Two vectors, one after the other.
+template <class T>
+NPU_INLINE void store_both(T* p, Vec first, Vec second) {
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (!any_subnormal(first) && !any_subnormal(second)) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+      return void(std::memcpy(p, &both, sizeof(both)));
+    }
+  }
+#endif
+  store(p, first);
+  store(p + kLanes, second);
 }
 
 // The first `count` elements only; the other lanes load as zero. A count beyond kLanes means all.

@@ -20,17 +20,23 @@ void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, i
       const int64_t at = r * a.out.stride[2] + column, added_at = r * a.residual.stride[2] + column;
       Out* out = reinterpret_cast<Out*>(a.out.data) + at;
       const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
+      Vec sum[2];
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         if (counts[v] <= 0) break;
-        Vec sum = load(tile + v * kLanes) * scale + start[v];
+        sum[v] = load(tile + v * kLanes) * scale + start[v];
         if (a.residual.data) {
           const Vec added = load_any(a.residual.data, a.residual.dtype, added_at + v * kLanes, counts[v]);
-          sum = a.residual_first ? activate<activation>(sum + added) : activate<activation>(sum) + added;
+          sum[v] = a.residual_first ? activate<activation>(sum[v] + added) : activate<activation>(sum[v]) + added;
         } else {
-          sum = activate<activation>(sum);
+          sum[v] = activate<activation>(sum[v]);
         }
-        store_n(out + v * kLanes, sum, counts[v]);
+      }
+      if (counts[1] >= kLanes) {
+        store_both(out, sum[0], sum[1]);
+      } else {
+        store_n(out, sum[0], counts[0]);
+        if (counts[1] > 0) store_n(out + kLanes, sum[1], counts[1]);
       }
     }
   };
