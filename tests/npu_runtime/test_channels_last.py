@@ -192,6 +192,8 @@ def test_a_depthwise_convolution(
 def test_an_input_may_be_a_part_of_an_image() -> None:
     x = images(2, 24, 12, 14)[:, 4:20, 1:10, 2:13]
     check(x, 32, (1, 1), "conv2d_channels_last")
+        (9, (5, 5), (1, 1), (2, 2, 2, 2), (1, 1)),
+        (3, (1, 13), (1, 1), (0, 0, 6, 6), (1, 1)),
     check(x, 32, (3, 3), "conv2d_channels_last", padding=(1, 1, 1, 1))
     check(x, 16, (3, 3), "conv2d_depthwise_channels_last", padding=(1, 1, 1, 1), groups=16)
 

@@ -338,10 +338,6 @@ NPU_INLINE void for_overlapping(int64_t count, const F& body) {
   for (int64_t i = 0; i < count; i += kLanes) body(std::max<int64_t>(0, std::min(i, count - kLanes)));
 }
 
-struct Vecs {
-  Vec first, second;
-};
-
 // Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
 // kHasPairs.
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
@@ -349,33 +345,14 @@ inline constexpr bool kHasPairs = true;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return in_register(_mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
-// Pairs of the elements of a and b at the same places, for 2 * kLanes places, in an order of the hardware's.
-NPU_INLINE Vecs pairs_of(const bf16* a, const bf16* b) {
-  const __m512i x = load_bits<__m512i>(a), y = load_bits<__m512i>(b);
-  return {bit_cast<Vec>(_mm512_unpacklo_epi16(x, y)), bit_cast<Vec>(_mm512_unpackhi_epi16(x, y))};
-}
-// The sums of such pairs in the order of the places.
-NPU_INLINE Vecs in_order(Vecs sums) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  return {bit_cast<Vec>(_mm512_permutex2var_ps(sums.first, first, sums.second)),
-          bit_cast<Vec>(_mm512_permutex2var_ps(sums.first, second, sums.second))};
-}
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline constexpr bool kHasPairs = true;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return vbfdotq_f32(sum, bit_cast<bfloat16x8_t>(a), bit_cast<bfloat16x8_t>(b));
 }
-NPU_INLINE Vecs pairs_of(const bf16* a, const bf16* b) {
-  const uint16x8_t x = load_bits<uint16x8_t>(a), y = load_bits<uint16x8_t>(b);
-  return {bit_cast<Vec>(vzip1q_u16(x, y)), bit_cast<Vec>(vzip2q_u16(x, y))};
-}
-NPU_INLINE Vecs in_order(Vecs sums) { return sums; }
 #else
 inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
-Vecs pairs_of(const bf16* a, const bf16* b);
-Vecs in_order(Vecs sums);
 #endif
 
 // A register's bits, as the instructions on integers take them.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from npu_compiler.program.views import numel
-from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of, with_strides
-from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout, operand
+from npu_runtime.cpu.arrays import address, strides_of, with_strides
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, operand
 from npu_runtime.cpu.native.bindings import launch as prepare
 from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, WINDOW_FIELDS, Window
 from npu_runtime.cpu.native.convolutions.weights import PackedConv
@@ -59,8 +59,7 @@ class ChannelsLastArgs(ArgumentBlock):
         if kernel == "conv2d_channels_last":
             yield packed("weight", linear.weight, packed_size(linear.n, linear.k, linear.x.dtype))
         elif kernel == "conv2d_depthwise_channels_last":
-            pairs = layout().has_pairs and linear.x.dtype == DTYPES[BFLOAT16]
-            yield packed("taps", self.taps, (taps + 1) * self.channels * (2 if pairs else 4))
+            yield floats("taps", self.taps, (taps + 1) * self.channels)
         elif kernel == "avg_pool2d_channels_last":
             yield floats("taps", self.taps, self.out_h * self.out_w)
 
@@ -120,10 +119,9 @@ def conv2d(
     window = window.simplified(out)
     bias = float_vector(bias)
     if weight.shape[1] == 1 and weight.shape[0] == groups > 1:
-        taps = packed_weight.taps(x.dtype)
-        if taps is None or not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
+        taps = packed_weight.taps
+        if not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
             return None
-        bias = np.zeros(groups, np.float32) if bias is None else bias
         args = _arguments(x, bias, added, rows, out, window)
         args.taps = address(taps)
         kept: tuple[object, ...] = (x, taps, bias, residual, out)
