@@ -12,6 +12,7 @@ import numpy as np
 from npu_runtime.cpu.arrays import BFLOAT16, host_memory
 from npu_runtime.cpu.native.bindings import layout
 from npu_runtime.cpu.native.convolutions.arguments import TILE_PAIRS, TILE_ROWS
+from npu_runtime.cpu.native.numbers import DTYPES
 from npu_runtime.cpu.native.products.linear import PackedWeight, pack_linear_weight
 from npu_runtime.cpu.native.rows.pointwise import widened
 
@@ -59,6 +60,16 @@ class PackedConv:
         return _packed_matrix(rows, multiple)
 
     @cached_property
+    def planar_matrix(self) -> PackedWeight:
+        """The weight of one group for planar images of few channels: bfloat16 for the matrix unit, else float32.
+
+        Windows are channels, kernel rows, kernel columns, and zeros up to what the matrix unit takes at once.
+        """
+        if multiplies_tiles(DTYPES[self.weight.dtype]):
+            return _packed_matrix(_rows(self.weight), 2 * TILE_PAIRS)
+        return _packed_matrix(_rows(widened(self.weight)), 1)
+
+    @cached_property
     def taps(self) -> np.ndarray:
         """The weight of a depthwise convolution for images with channels innermost: float32 [taps + 1, channels].
 
@@ -69,6 +80,11 @@ class PackedConv:
         taps = memory.reshape(-1, rows.shape[1])
         taps[:-1], taps[-1] = rows, 0
         return taps
+
+
+def multiplies_tiles(dtype: int) -> bool:
+    """Whether the matrix unit multiplies planar images of the dtype with this number."""
+    return dtype == DTYPES[BFLOAT16] and layout().has_tiles
 
 
 def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:
