@@ -15,7 +15,7 @@ from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, numel
-from npu_runtime.cpu.native.convolutions.channels_last import MOST_TURNED
+from npu_runtime.cpu.native.convolutions.channels_last import MOST_PLANES
 
 _POOLING = ("max_pool2d_kernel", "avg_pool2d_kernel", "adaptive_avg_pool2d_kernel", "mean_kernel")
 _ROWS = ("matmul_kernel", "matmul_notrans_kernel", "layernorm_kernel", "rmsnorm_kernel", "softmax_kernel")
@@ -174,7 +174,7 @@ def _convolution_takes(call: KernelCall, views: Sequence[View]) -> bool:
         return False
     if weight.shape[1] == 1 and weight.shape[0] == groups > 1:
         return _is_ready(x)
-    return groups == 1 and x.dtype == weight.dtype and (_is_ready(x) or x.shape[1] <= MOST_TURNED)
+    return groups == 1 and x.dtype == weight.dtype and (_is_ready(x) or x.shape[1] <= MOST_PLANES)
 
 
 def _pooling_takes(call: KernelCall, x: View, out: View) -> bool:

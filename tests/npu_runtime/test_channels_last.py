@@ -149,10 +149,36 @@ def test_a_convolution_gathers_windows(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_convolution_turns_planar_images_of_few_channels(dtype: torch.dtype) -> None:
-    for channels in (1, 3, 4):
-        x = torch.randn(2, channels, 17, 12).to(dtype)
-        check(x, 40, (3, 3), "conv2d_channels_last", stride=(2, 2), padding=(0, 1, 0, 1), activation="relu6")
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "kernel", "stride", "padding", "dilation"),
+    [
+        (3, 40, (3, 3), (2, 2), (0, 1, 0, 1), (1, 1)),
+        (3, 64, (7, 7), (2, 2), (3, 3, 3, 3), (1, 1)),
+        (4, 17, (4, 4), (4, 4), (0, 0, 0, 0), (1, 1)),
+        (2, 33, (2, 9), (1, 1), (0, 3, 9, 1), (1, 1)),
+        (3, 8, (3, 2), (3, 1), (5, 0, 0, 5), (2, 3)),
+    ],
+)
+def test_a_convolution_reads_planar_images_of_few_channels(
+    channels: int,
+    out_channels: int,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    for size in ((33, 49), (9, 8)):
+        x = torch.randn(2, channels, *size).to(dtype)
+        window = {"stride": stride, "padding": padding, "dilation": dilation}
+        check(x, out_channels, kernel, "conv2d_planes", activation="relu6", **window)
+        check(x, out_channels, kernel, "conv2d_planes", activation="silu", residual=True, in_place=True, **window)
+        apart = torch.randn(2, channels, size[0], 2 * size[1]).to(dtype)[..., ::2]
+        check(apart, out_channels, kernel, "conv2d_planes", **window)
+
+
+@needs_kernels
+def test_a_convolution_reads_no_planar_images_of_many_channels() -> None:
     many, weight = torch.randn(1, 5, 6, 6), conv.pack_conv_weight(torch.randn(8, 5, 3, 3))
     unpadded = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
     assert conv.conv2d(many, weight, None, None, "none", *unpadded, images(1, 8, 4, 4)) is None
@@ -166,6 +192,8 @@ def test_a_convolution_turns_planar_images_of_few_channels(dtype: torch.dtype) -
         (32, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
         (21, (3, 3), (2, 2), (0, 1, 0, 1), (1, 1)),
         (40, (5, 5), (2, 2), (2, 2, 2, 2), (1, 1)),
+        (9, (5, 5), (1, 1), (2, 2, 2, 2), (1, 1)),
+        (3, (1, 13), (1, 1), (0, 0, 6, 6), (1, 1)),
         (7, (7, 7), (1, 1), (3, 3, 3, 3), (1, 1)),
         (48, (3, 2), (1, 3), (4, 0, 0, 5), (2, 2)),
     ],

@@ -443,6 +443,28 @@ def test_rounds_that_do_not_agree_are_not_kept(monkeypatch: pytest.MonkeyPatch) 
     assert chooser.trials == 1 and not table.path.exists(), "the choice holds for this start only"
 
 
+def test_candidates_that_are_close_are_measured_until_their_times_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, now = trials.stand_in(linear("float32", 6, "none", False, False)), [0.0]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trials, "_evict", lambda: None)
+
+    def candidate(name: str, *milliseconds: float) -> Candidate:
+        left = list(milliseconds)
+
+        def launch() -> None:
+            now[0] += 1e-3 * (left.pop(0) if len(left) > 1 else left[0])
+
+        return Candidate(name, lambda _: launch)
+
+    close = [candidate("steady", 1.0), candidate("disturbed", 9.0, 1.1, 1.15, 1.3, 0.8)]
+    times = trials.measure(call, [*close, candidate("slow", 2.0)])
+    assert times.seconds == pytest.approx({"steady": 1e-3, "disturbed": 0.8e-3, "slow": 2e-3}) and times.agree
+    assert times.spreads == pytest.approx({"steady": 0.0, "disturbed": 0.3e-3, "slow": 0.0}, abs=1e-9)
+    never = iter(range(1, 1000))
+    rising = Candidate("rising", lambda _: lambda: now.__setitem__(0, now[0] + 1e-3 / (1 + next(never) / 10)))
+    assert trials.measure(call, [candidate("steady", 0.7), rising]).seconds["rising"] > 1e-3 / 2.5, "not for ever"
+
+
 def test_a_measured_launch_that_is_alone_or_fails_is_no_error() -> None:
     call = trials.stand_in(linear("float32", 6, "none", False, False))
 

@@ -27,19 +27,18 @@ template <Activation kind>
 NPU_INLINE Vec activate(Vec x) {
   const Vec zero{};
   if constexpr (kind == Activation::relu) {
-    return x < zero ? zero : x;  // in this order NaN passes through
+    return max(zero, x);  // in this order NaN passes through
   } else if constexpr (kind == Activation::relu6) {
-    return x < zero ? zero : x > 6.0f ? splat(6.0f) : x;
+    return min(splat(6.0f), max(zero, x));
   } else if constexpr (kind == Activation::gelu) {
     return gelu(x);
   } else if constexpr (kind == Activation::gelu_tanh) {
     // (1 + tanh u) / 2 = sigmoid(2 u)
-    return x * sigmoid(x * (1.59576912160573f + 0.0713548162726f * x * x));
+    return times_sigmoid(x, x * (1.59576912160573f + 0.0713548162726f * x * x));
   } else if constexpr (kind == Activation::silu) {
-    return x / (1.0f + exp(-x));
+    return times_sigmoid(x, x);
   } else if constexpr (kind == Activation::hardswish || kind == Activation::hardsigmoid) {
-    const Vec shifted = x + 3.0f;
-    const Vec clamped = shifted < zero ? zero : shifted > 6.0f ? splat(6.0f) : shifted;
+    const Vec clamped = min(splat(6.0f), max(zero, x + 3.0f));
     return clamped * (kind == Activation::hardswish ? x : splat(1.0f)) * (1.0f / 6.0f);
   } else if constexpr (kind == Activation::sigmoid) {
     return sigmoid(x);

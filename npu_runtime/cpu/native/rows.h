@@ -20,18 +20,22 @@ inline int64_t rows_in_chunk(int64_t rows, int64_t n) {
 template <class F>
 NPU_INLINE void for_runs(const int64_t (&size)[4], const F& body) {
   const int64_t rows = size[0] * size[1] * size[2], n = size[3];
-  const auto run = [&](int64_t row, int64_t begin, int64_t end) {
-    body(row / (size[1] * size[2]), row / size[2] % size[1], row % size[2], begin, end);
-  };
-  if (rows * n <= kSerialElements) {
-    for (int64_t row = 0; row < rows; ++row) run(row, 0, n);
-    return;
-  }
-  const int64_t runs = divide_up(n, kSerialElements), length = round_up(divide_up(n, runs), kLanes);
+  const int64_t runs = rows * n <= kSerialElements ? 1 : divide_up(n, kSerialElements);
+  const int64_t length = runs == 1 ? n : round_up(divide_up(n, runs), kLanes);
   parallel_for(rows * runs, rows_in_chunk(rows * runs, length), [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i % runs * length;
-      if (first < n) run(i / runs, first, std::min(n, first + length));
+    // Counted, as rows may be so short that a division would take as long as one of them.
+    const int64_t row = begin / runs;
+    int64_t part = begin % runs, i = row / (size[1] * size[2]), j = row / size[2] % size[1], k = row % size[2];
+    for (int64_t left = end - begin; left; --left) {
+      const int64_t first = part * length;
+      if (first < n) body(i, j, k, first, std::min(n, first + length));
+      if (++part < runs) continue;
+      part = 0;
+      if (++k < size[2]) continue;
+      k = 0;
+      if (++j < size[1]) continue;
+      j = 0;
+      ++i;
     }
   });
 }

@@ -189,7 +189,17 @@ NPU_INLINE bool any(IVec condition) {
 
 // Conversions of one vector; the memory need not be aligned.
 
-NPU_INLINE Vec widen(HalfBits bits, bf16) { return bit_cast<Vec>(__builtin_convertvector(bits, UVec) << 16); }
+// g++ would convert two halves of a vector and join them.
+NPU_INLINE UVec widen(HalfBits bits) {
+#if defined(NPU_AVX512)
+  return bit_cast<UVec>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(bits)));
+#elif defined(NPU_AVX2)
+  return bit_cast<UVec>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(bits)));
+#else
+  return __builtin_convertvector(bits, UVec);
+#endif
+}
+NPU_INLINE Vec widen(HalfBits bits, bf16) { return bit_cast<Vec>(widen(bits) << 16); }
 NPU_INLINE Vec widen(HalfBits bits, f16) {
 #if defined(NPU_AVX512)
   return _mm512_cvtph_ps(bit_cast<__m256i>(bits));
@@ -205,9 +215,18 @@ NPU_INLINE Vec widen(HalfBits bits, f16) {
 #endif
 }
 
+#if defined(NPU_AVX512)
+// Whether there are subnormals, which the conversions to bfloat16 would flush to zero.
+NPU_INLINE bool any_subnormal(Vec v) {
+  constexpr int kSubnormal = 0x20;
+  return __builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, false);
+}
+#endif
 // Rounds to nearest even.
 NPU_INLINE HalfBits narrow(Vec v, bf16) {
-  // On the integer image: AVX-512's own conversion would flush subnormals to zero.
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+  if (!any_subnormal(v)) return bit_cast<HalfBits>(_mm512_cvtneps_pbh(v));
+#endif
   const UVec bits = bit_cast<UVec>(v);
   const UVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const UVec quiet_nan = (bits >> 16) | 0x40u;
@@ -215,6 +234,8 @@ NPU_INLINE HalfBits narrow(Vec v, bf16) {
 #if defined(NPU_AVX2)
   const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(result), __m256i{});
   return bit_cast<HalfBits>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#elif defined(NPU_AVX512)
+  return bit_cast<HalfBits>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(result)));
 #else
   return __builtin_convertvector(result, HalfBits);
 #endif
@@ -248,6 +269,21 @@ template <class T>
 NPU_INLINE void store(T* p, Vec v) {
   const HalfBits bits = narrow(v, T());
   std::memcpy(p, &bits, sizeof(bits));
+}
+
+// Two vectors, one after the other.
+template <class T>
+NPU_INLINE void store_both(T* p, Vec first, Vec second) {
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (!any_subnormal(first) && !any_subnormal(second)) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+      return void(std::memcpy(p, &both, sizeof(both)));
+    }
+  }
+#endif
+  store(p, first);
+  store(p + kLanes, second);
 }
 
 // The first `count` elements only; the other lanes load as zero. A count beyond kLanes means all.
@@ -302,10 +338,6 @@ NPU_INLINE void for_overlapping(int64_t count, const F& body) {
   for (int64_t i = 0; i < count; i += kLanes) body(std::max<int64_t>(0, std::min(i, count - kLanes)));
 }
 
-struct Vecs {
-  Vec first, second;
-};
-
 // Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
 // kHasPairs.
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
@@ -313,33 +345,14 @@ inline constexpr bool kHasPairs = true;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return in_register(_mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
-// Pairs of the elements of a and b at the same places, for 2 * kLanes places, in an order of the hardware's.
-NPU_INLINE Vecs pairs_of(const bf16* a, const bf16* b) {
-  const __m512i x = load_bits<__m512i>(a), y = load_bits<__m512i>(b);
-  return {bit_cast<Vec>(_mm512_unpacklo_epi16(x, y)), bit_cast<Vec>(_mm512_unpackhi_epi16(x, y))};
-}
-// The sums of such pairs in the order of the places.
-NPU_INLINE Vecs in_order(Vecs sums) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  return {bit_cast<Vec>(_mm512_permutex2var_ps(sums.first, first, sums.second)),
-          bit_cast<Vec>(_mm512_permutex2var_ps(sums.first, second, sums.second))};
-}
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline constexpr bool kHasPairs = true;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return vbfdotq_f32(sum, bit_cast<bfloat16x8_t>(a), bit_cast<bfloat16x8_t>(b));
 }
-NPU_INLINE Vecs pairs_of(const bf16* a, const bf16* b) {
-  const uint16x8_t x = load_bits<uint16x8_t>(a), y = load_bits<uint16x8_t>(b);
-  return {bit_cast<Vec>(vzip1q_u16(x, y)), bit_cast<Vec>(vzip2q_u16(x, y))};
-}
-NPU_INLINE Vecs in_order(Vecs sums) { return sums; }
 #else
 inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
-Vecs pairs_of(const bf16* a, const bf16* b);
-Vecs in_order(Vecs sums);
 #endif
 
 // A register's bits, as the instructions on integers take them.
@@ -891,12 +904,11 @@ NPU_INLINE void transpose_floats(const float* from, int64_t from_stride, float* 
   for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
 }
 
-// e^x within about 1 ulp: x = k ln2 + r and a degree-6 polynomial in r. NaN stays NaN.
-NPU_INLINE Vec exp(Vec x) {
-  const Vec clamped = min(splat(89.0f), max(splat(-110.0f), x));
+// e^x within about 1 ulp, for x from -110 to 89: x = k ln2 + r and a degree-6 polynomial in r. NaN stays NaN.
+NPU_INLINE Vec exp_within(Vec x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits left
-  const Vec k = clamped * 1.44269504088896341f + kRound - kRound;
-  Vec r = clamped - k * 0.693359375f;
+  const Vec k = x * 1.44269504088896341f + kRound - kRound;
+  Vec r = x - k * 0.693359375f;
   r = r + k * 2.12194440e-4f;
   Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -906,6 +918,8 @@ NPU_INLINE Vec exp(Vec x) {
   p = p * (r * r) + r + 1.0f;
   return scale_by_power(p, k);
 }
+// The same for any x.
+NPU_INLINE Vec exp(Vec x) { return exp_within(min(splat(89.0f), max(splat(-110.0f), x))); }
 
 // 2^y for -126 <= y <= 127, within a relative error of 1e-7.
 NPU_INLINE Vec exp2_normal(Vec y) {
@@ -919,6 +933,17 @@ NPU_INLINE Vec exp2_normal(Vec y) {
   return bit_cast<Vec>(bit_cast<UVec>(p) + (bit_cast<UVec>(rounded) << 23));
 }
 
-NPU_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+// x times the logistic function of y, or nearly 0 for a y below -86.
+NPU_INLINE Vec times_sigmoid(Vec x, Vec y) {
+  const Vec whole = 1.0f + exp_within(min(splat(86.0f), max(splat(-110.0f), -y)));
+#if defined(NPU_AVX512)
+  // Within 2 ulp: a division would take longer than all the rest. Reciprocals of more than 2^126 would be subnormal.
+  const Vec estimate = _mm512_rcp14_ps(whole);
+  return x * (estimate + estimate * (1.0f - whole * estimate));
+#else
+  return x / whole;
+#endif
+}
+NPU_INLINE Vec sigmoid(Vec x) { return times_sigmoid(splat(1.0f), x); }
 
 }  // namespace npu

@@ -19,7 +19,7 @@ from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
 from npu_runtime.pytorch import torch_version
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,12 @@ class Choice:
     Attributes:
         chosen: Name of the implementation.
         microseconds: Name → the time of one call, for all implementations that were tried.
+        spreads: Name → microseconds by which the median of its rounds was longer, for those measured more than once.
     """
 
     chosen: str
     microseconds: dict[str, float]
+    spreads: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from npu_runtime.pieces import in_pieces
 
 _FEWEST_ROUNDS = 3
 _MOST_SECONDS = 0.25  # for the rounds of a call; reached only where they do not agree
+# Candidates up to this ratio of the best one's time are measured again, for so many rounds at most, until their two
+# shortest times differ by no more than the second ratio: noise of a fifth would otherwise decide between them.
+_CLOSE, _CLOSE_AGREEMENT, _MOST_ROUNDS = 1.3, 1.03, 12
 _AGREEMENT = 1.2  # ratio of the two shortest times of a candidate, up to which they say what it takes
 # A candidate that many times slower than the best is not measured further: already after one round, after two.
 _HOPELESS, _SLOW = 6.0, 3.0
@@ -94,10 +98,12 @@ class Times:
         seconds: Name → seconds of one launch, the least of all rounds; infinite if a launch fails. In the order of
             the candidates, without those that do not handle the call or were not tried.
         agree: Whether the rounds agree; on a busy machine they may not, and another trial may differ.
+        spreads: Name → seconds by which the median of all rounds is longer than the least; 0 after a single launch.
     """
 
     seconds: dict[str, float]
     agree: bool
+    spreads: dict[str, float] = field(default_factory=dict)
 
 
 def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
@@ -119,10 +125,12 @@ def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
     changing = [x for x, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant]
     warm = [data for data in map(_bytes, changing) if data.nbytes <= _WARM_BYTES]
     deadline = time.perf_counter() + _MOST_SECONDS
-    done = 0
-    while (running and done == 0) or (len(running) > 1 and (done < _FEWEST_ROUNDS or not _agree(taken, running))):
-        if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
-            break
+    measured, done = running, 0
+    while (running and done == 0) or len(running) > 1:
+        if done >= _FEWEST_ROUNDS:
+            late = done == _MOST_ROUNDS or time.perf_counter() > deadline
+            if late or _agree(taken, running, _CLOSE_AGREEMENT):
+                break
         for name in running:
             _evict()
             for data in warm:
@@ -132,9 +140,16 @@ def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
             taken[name].append(time.perf_counter() - start)
         done += 1
         best = min(min(taken[name]) for name in running)
-        ratio = _HOPELESS if done == 1 else _SLOW
+        if done >= _FEWEST_ROUNDS and _agree(taken, running, _AGREEMENT):
+            ratio = _CLOSE
+        else:
+            ratio = _HOPELESS if done == 1 else _SLOW
         running = [name for name in running if min(taken[name]) <= ratio * best]
-    return Times({name: min(times) for name, times in taken.items()}, len(running) < 2 or _agree(taken, running))
+    return Times(
+        {name: min(times) for name, times in taken.items()},
+        len(running) < 2 or _agree(taken, running, _AGREEMENT),
+        {name: statistics.median(taken[name]) - min(taken[name]) for name in measured},
+    )
 
 
 def _bearable(first: Mapping[str, float]) -> float:
@@ -142,10 +157,11 @@ def _bearable(first: Mapping[str, float]) -> float:
     return _HOPELESS * min(first.values(), default=math.inf) + _SETTING_UP
 
 
-def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:
+def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str], ratio: float) -> bool:
+    """Whether the two shortest times of each candidate differ by no more than that ratio."""
     for name in names:
         least, second, *_ = sorted(taken[name])
-        if second > _AGREEMENT * least:
+        if second > ratio * least:
             return False
     return True
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from npu_runtime.background import background_work
 from npu_runtime.cpu.arrays import strides_of
@@ -78,8 +78,13 @@ class Tuner:
         switching = 0.0 if tried[0].uses_pytorch else _switching_seconds()
         chosen = best_of(working, _MARGIN, {x.name: switching for x in tried if x.uses_pytorch})
         if times.agree:
-            self._table.keep(key, Choice(chosen, {name: round(1e6 * value, 1) for name, value in working.items()}))
+            spreads = {name: value for name, value in times.spreads.items() if name in working}
+            self._table.keep(key, Choice(chosen, _microseconds(working), _microseconds(spreads)))
         return chosen
+
+
+def _microseconds(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(1e6 * value, 1) for name, value in seconds.items()}
 
 
 def _switching_seconds() -> float:

@@ -12,8 +12,7 @@ struct ChannelsLastArgs {
   // `residual` and `out` have a row per pixel. Of `x` only data and type count. A convolution's weight has a row per output
   // channel, of `k` elements: kernel rows, kernel columns, channels, and zeros up to k.
   LinearArgs linear;
-  // The weights of a depthwise convolution, per tap and channel, and of a tap of zeros: floats, or bfloat16 where pairs of
-  // them are multiplied. Of an average: a float per output pixel.
+  // The weights of a depthwise convolution, per tap and channel, and of a tap of zeros. Of an average: one per output pixel.
   const float* taps;
   int64_t batch, channels;
   int64_t in_h, in_w, out_h, out_w;

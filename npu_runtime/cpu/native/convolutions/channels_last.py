@@ -12,18 +12,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from npu_compiler.program.views import numel
-from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of, with_strides
-from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout, operand
+from npu_runtime.cpu.arrays import address, strides_of, with_strides
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, operand
 from npu_runtime.cpu.native.bindings import launch as prepare
 from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, WINDOW_FIELDS, Window
-from npu_runtime.cpu.native.convolutions.weights import PackedConv
+from npu_runtime.cpu.native.convolutions.weights import PackedConv, multiplies_tiles
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, strided
 from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
 from npu_runtime.cpu.native.products.linear import LinearArgs, float_vector, linear_args, packed_size
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
-MOST_TURNED = 4
-"""Maximum number of channels of a planar image, such as a network's input, that a convolution transposes itself."""
+MOST_PLANES = 4
+"""Maximum number of channels of a planar image, such as a network's input, that a convolution reads as it is."""
 
 
 class ChannelsLastArgs(ArgumentBlock):
@@ -58,9 +58,11 @@ class ChannelsLastArgs(ArgumentBlock):
         taps = self.kernel_h * self.kernel_w
         if kernel == "conv2d_channels_last":
             yield packed("weight", linear.weight, packed_size(linear.n, linear.k, linear.x.dtype))
+        elif kernel == "conv2d_planes":
+            dtype = linear.x.dtype if multiplies_tiles(linear.x.dtype) else DTYPES[np.dtype(np.float32)]
+            yield packed("weight", linear.weight, packed_size(linear.n, linear.k, dtype))
         elif kernel == "conv2d_depthwise_channels_last":
-            pairs = layout().has_pairs and linear.x.dtype == DTYPES[BFLOAT16]
-            yield packed("taps", self.taps, (taps + 1) * self.channels * (2 if pairs else 4))
+            yield floats("taps", self.taps, (taps + 1) * self.channels)
         elif kernel == "avg_pool2d_channels_last":
             yield floats("taps", self.taps, self.out_h * self.out_w)
 
@@ -103,7 +105,7 @@ def conv2d(
 
     Arithmetic is float32, rounded once to out's dtype; if x and the weight are
     both bfloat16, their exact products are summed in float32. None if there is no native kernel for the operands: those
-    are images with their channels innermost, except for an x of up to `MOST_TURNED` channels.
+    are images with their channels innermost, except for an x of up to `MOST_PLANES` channels.
 
     Args:
         window: A valid one, of the weight's size.
@@ -120,10 +122,9 @@ def conv2d(
     window = window.simplified(out)
     bias = float_vector(bias)
     if weight.shape[1] == 1 and weight.shape[0] == groups > 1:
-        taps = packed_weight.taps(x.dtype)
-        if taps is None or not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
+        taps = packed_weight.taps
+        if not is_channels_last(x) or numel(window.kernel) > MOST_TAPS:
             return None
-        bias = np.zeros(groups, np.float32) if bias is None else bias
         args = _arguments(x, bias, added, rows, out, window)
         args.taps = address(taps)
         kept: tuple[object, ...] = (x, taps, bias, residual, out)
@@ -137,13 +138,15 @@ def conv2d(
                 return None
             product.residual_first = residual_before_activation
             return prepare("linear", product, x, matrix, bias, residual, out)
-        if not is_channels_last(x) and (x.shape[1] > MOST_TURNED or x.dtype not in DTYPES):
-            return None
+        name = "conv2d_channels_last"
+        if not is_channels_last(x):
+            if x.shape[1] > MOST_PLANES or x.dtype not in DTYPES:
+                return None
+            name, matrix = "conv2d_planes", packed_weight.planar_matrix
         args = _arguments(x, bias, added, rows, out, window)
         args.linear.weight, args.linear.k = address(matrix.data), matrix.k
         args.linear.x.size[3] = args.linear.x.stride[2] = matrix.k
         kept = (x, matrix, bias, residual, out)
-        name = "conv2d_channels_last"
     else:
         return None
     args.linear.activation = ACTIVATIONS[activation]

@@ -65,27 +65,6 @@ void gather(const ChannelsLastArgs& a, const T* x, int64_t pixel, int64_t count,
   }
 }
 
-// A copy of planar images with their channels innermost: of a network's input, which has few.
-template <class T>
-ChannelsLastArgs turned(const ChannelsLastArgs& a, T* to) {
-  const T* x = reinterpret_cast<const T*>(a.linear.x.data);
-  parallel_for(a.batch * a.in_h, 8, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* from = x + row / a.in_h * a.x_batch_stride + row % a.in_h * a.x_row_stride;
-      for (int64_t c = 0; c < a.channels; ++c)
-        for (int64_t i = 0; i < a.in_w; ++i)
-          to[(row * a.in_w + i) * a.channels + c] = from[c * a.x_channel_stride + i * a.x_pixel_stride];
-    }
-  });
-  ChannelsLastArgs result = a;
-  result.linear.x.data = reinterpret_cast<char*>(to);
-  result.x_pixel_stride = a.channels;
-  result.x_row_stride = a.in_w * a.channels;
-  result.x_batch_stride = a.in_h * result.x_row_stride;
-  result.x_channel_stride = 1;
-  return result;
-}
-
 // The split of all pixels into blocks whose windows are multiplied at once. Each block reads the whole weight, and has enough
 // pixels for the matrix unit.
 struct PixelBlocks {
@@ -125,12 +104,7 @@ void convolve_images(const ChannelsLastArgs& a) {
 }
 
 void convolve(const ChannelsLastArgs& a) {
-  with_type(a.linear.x.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (a.x_channel_stride == 1) return convolve_images<T>(a);
-    const int64_t size = a.batch * a.in_h * a.in_w * a.channels;
-    convolve_images<T>(turned(a, result_scratch().get<T>(size * sizeof(T))));
-  });
+  with_type(a.linear.x.dtype, [&](auto* type) { convolve_images<std::remove_pointer_t<decltype(type)>>(a); });
 }
 
 }  // namespace

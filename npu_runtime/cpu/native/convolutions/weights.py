@@ -12,6 +12,7 @@ import numpy as np
 from npu_runtime.cpu.arrays import BFLOAT16, host_memory
 from npu_runtime.cpu.native.bindings import layout
 from npu_runtime.cpu.native.convolutions.arguments import TILE_PAIRS, TILE_ROWS
+from npu_runtime.cpu.native.numbers import DTYPES
 from npu_runtime.cpu.native.products.linear import PackedWeight, pack_linear_weight
 from npu_runtime.cpu.native.rows.pointwise import widened
 
@@ -56,26 +57,34 @@ class PackedConv:
         multiple = 1
         if self.weight.dtype == BFLOAT16 and layout().has_pairs:
             multiple = 2 * TILE_PAIRS if layout().has_tiles else 2
-        packed = pack_linear_weight(np.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))))
-        assert packed is not None
-        return packed
+        return _packed_matrix(rows, multiple)
 
-    def taps(self, dtype: np.dtype) -> np.ndarray | None:
-        """The weight of a depthwise convolution for images of a dtype with channels innermost: [taps + 1, channels].
+    @cached_property
+    def planar_matrix(self) -> PackedWeight:
+        """The weight of one group for planar images of few channels: bfloat16 for the matrix unit, else float32.
 
-        The last tap is zero. Bfloat16 where pairs of it are multiplied, else float32; None if the weight has another
-        precision than the images there.
+        Windows are channels, kernel rows, kernel columns, and zeros up to what the matrix unit takes at once.
         """
-        pairs = dtype == BFLOAT16 and layout().has_pairs
-        if pairs and self.weight.dtype != BFLOAT16:
-            return None
-        if ("taps", pairs) not in self._layouts:
-            weight = self.weight if pairs else widened(self.weight)
-            rows = weight.reshape(len(weight), -1).T
-            memory = host_memory((len(rows) + 1) * rows.shape[1], rows.dtype).reshape(-1, rows.shape[1])
-            memory[:-1], memory[-1] = rows, 0
-            self._layouts["taps", pairs] = memory
-        return self._layouts["taps", pairs]
+        if multiplies_tiles(DTYPES[self.weight.dtype]):
+            return _packed_matrix(_rows(self.weight), 2 * TILE_PAIRS)
+        return _packed_matrix(_rows(widened(self.weight)), 1)
+
+    @cached_property
+    def taps(self) -> np.ndarray:
+        """The weight of a depthwise convolution for images with channels innermost: float32 [taps + 1, channels].
+
+        The last tap is zero.
+        """
+        rows = widened(self.weight).reshape(len(self.weight), -1).T
+        memory: np.ndarray = host_memory((len(rows) + 1) * rows.shape[1], np.dtype(np.float32))
+        taps = memory.reshape(-1, rows.shape[1])
+        taps[:-1], taps[-1] = rows, 0
+        return taps
+
+
+def multiplies_tiles(dtype: int) -> bool:
+    """Whether the matrix unit multiplies planar images of the dtype with this number."""
+    return dtype == DTYPES[BFLOAT16] and layout().has_tiles
 
 
 def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:
@@ -92,6 +101,13 @@ def _pair_depth(weight: np.ndarray) -> np.ndarray:
     """
     flat = _rows(weight)
     return np.pad(flat.view(np.int16), ((0, 0), (0, flat.shape[1] % 2))).view(np.int32)
+
+
+def _packed_matrix(rows: np.ndarray, multiple: int) -> PackedWeight:
+    """The weight of a linear layer, with zeros appended to its rows up to a multiple of that many elements."""
+    packed = pack_linear_weight(np.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))))
+    assert packed is not None
+    return packed
 
 
 def _rows(weight: np.ndarray) -> np.ndarray:

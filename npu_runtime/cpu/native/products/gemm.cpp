@@ -57,7 +57,7 @@ using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t
 
 template <class W>
 struct Table {
-  Multiply<W> packed[2][kMaxRows], unpacked[kMaxRows];
+  Multiply<W> packed[2][kMaxRows], unpacked[2][kMaxRows];
 };
 
 // Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
@@ -65,7 +65,7 @@ template <class W, int... i>
 constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
   if constexpr (std::is_same_v<typename Step<W>::X, W>)
     return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
-            {multiply_rows<W, i + 1, 2, false>...}};
+            {{multiply_rows<W, i + 1, 1, false>...}, {multiply_rows<W, i + 1, 2, false>...}}};
   else
     return {{{}, {multiply_rows<W, i + 1, 2, true>...}}, {}};
 }
@@ -149,10 +149,12 @@ template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, co
 
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, const Range& range) {
-  kTable<W>.unpacked[rows - 1](x, row_stride, panel, steps, sums, range);
+                       Sums sums, const Range& range, int64_t vecs) {
+  kTable<W>.unpacked[vecs - 1][rows - 1](x, row_stride, panel, steps, sums, range);
 }
-template void multiply_unpacked<float>(int64_t, const float*, int64_t, const float*, int64_t, Sums, const Range&);
-template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, int64_t, const bf16*, int64_t, Sums, const Range&);
+#define NPU_UNPACKED(W) \
+  template void multiply_unpacked<W>(int64_t, const Step<W>::X*, int64_t, const W*, int64_t, Sums, const Range&, int64_t);
+NPU_UNPACKED(float)
+NPU_UNPACKED(bf16)
 
 }  // namespace npu

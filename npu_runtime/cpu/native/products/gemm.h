@@ -73,7 +73,7 @@ void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened.
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, const Range& range);
+                       Sums sums, const Range& range, int64_t vecs = 2);
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {

@@ -20,17 +20,23 @@ void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, i
       const int64_t at = r * a.out.stride[2] + column, added_at = r * a.residual.stride[2] + column;
       Out* out = reinterpret_cast<Out*>(a.out.data) + at;
       const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
+      Vec sum[2];
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         if (counts[v] <= 0) break;
-        Vec sum = load(tile + v * kLanes) * scale + start[v];
+        sum[v] = load(tile + v * kLanes) * scale + start[v];
         if (a.residual.data) {
           const Vec added = load_any(a.residual.data, a.residual.dtype, added_at + v * kLanes, counts[v]);
-          sum = a.residual_first ? activate<activation>(sum + added) : activate<activation>(sum) + added;
+          sum[v] = a.residual_first ? activate<activation>(sum[v] + added) : activate<activation>(sum[v]) + added;
         } else {
-          sum = activate<activation>(sum);
+          sum[v] = activate<activation>(sum[v]);
         }
-        store_n(out + v * kLanes, sum, counts[v]);
+      }
+      if (counts[1] >= kLanes) {
+        store_both(out, sum[0], sum[1]);
+      } else {
+        store_n(out, sum[0], counts[0]);
+        if (counts[1] > 0) store_n(out + kLanes, sum[1], counts[1]);
       }
     }
   };
@@ -124,12 +130,15 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
   const int64_t row_tasks = std::min(blocks.count, std::max(divide_up(blocks.rows, kMaxTaskRows), for_balance));
   const bool converts = !std::is_same_v<X, W>;
   const Finish finish = finish_for(a);
+  const DirectResult direct(a);
   parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
     const int64_t tile_floats = (kMaxTaskRows + kMaxRows) * kPanel;
     float* tiles = thread_scratch().get<float>((tile_floats + (converts ? kSlice * kPanel : 0)) * sizeof(float));
     for (int64_t task = begin; task < end; ++task) {
       const int64_t panel = task % panels, row_task = task / panels;
       const int64_t first = blocks.count * row_task / row_tasks, last = blocks.count * (row_task + 1) / row_tasks;
+      const int64_t columns = a.n - panel * kPanel, vecs = columns > kLanes ? 2 : 1;
+      const bool is_direct = direct.out && columns >= kPanel;
       for (int64_t s0 = 0; s0 < steps; s0 += kSlice) {
         const int64_t count = std::min(kSlice, steps - s0);
         const W* stored = weight + (panel * steps + s0) * kPanel * kWidth;
@@ -146,12 +155,20 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          const Range range = onto({tile}, s0 > 0);
+          Sums sums{tile};
+          Range range = onto(sums, s0 > 0);
+          if (is_direct) {
+            if (s0 == 0) range = direct.begin(panel * kPanel);
+            if (is_last) {
+              range.low = direct.low, range.high = direct.high;
+              sums = {direct.out + row * a.out.stride[2] + panel * kPanel, a.out.stride[2]};
+            }
+          }
           if constexpr (kReadsInPlace<W>)
-            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, range);
+            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, sums, range, vecs);
           else
-            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, range);
-          if (is_last) finish(a, tile, row, rows, panel * kPanel);
+            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, sums, range, vecs);
+          if (is_last && !is_direct) finish(a, tile, row, rows, panel * kPanel);
         }
       }
     }

@@ -25,6 +25,24 @@ inline constexpr int64_t kMaxTaskRows = 96;
 using Finish = void (*)(const LinearArgs&, const float* sums, int64_t row, int64_t rows, int64_t column);
 Finish finish_for(const LinearArgs& a);
 
+// Where sums that begin with the bias, and end within the activation's limits, are results already.
+struct DirectResult {
+  float* out = nullptr;  // null: they are not
+  const float* bias;
+  float low = -kInfinity, high = kInfinity;
+
+  explicit DirectResult(const LinearArgs& a) : bias(reinterpret_cast<const float*>(a.bias.data)) {
+    const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
+    if ((a.activation != Activation::none && !limits) || a.residual.data || a.row_scales || a.out.dtype != Dtype::f32)
+      return;
+    out = reinterpret_cast<float*>(a.out.data);
+    if (limits) low = 0.0f;
+    if (a.activation == Activation::relu6) high = 6.0f;
+  }
+  // What the sums of the panel that begins at `column` begin with.
+  Range begin(int64_t column) const { return bias ? Range{bias + column, 0, kLanes} : Range{}; }
+};
+
 // out = act(x · wᵀ + bias) + residual, or act(x · wᵀ + bias + residual), by all threads.
 void linear(const LinearArgs& a);
 

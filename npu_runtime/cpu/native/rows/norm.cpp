@@ -1,4 +1,6 @@
 // Normalizations along the last dimension of a matrix: RMS norm, layer norm and softmax, in float32.
+#include <initializer_list>
+
 #include "rows.h"
 #include "scratch.h"
 
@@ -16,12 +18,28 @@ struct SoftmaxArgs {
   float scale;
 };
 
-// Reads a matrix row; a missing operand reads as `missing`.
+// Reads a matrix row of type T, or, where that is void, of the operand's own; a missing operand reads as `missing`.
+template <class T>
 NPU_INLINE Vec read(const View& view, int64_t row, int64_t i, int64_t count, float missing = 0.0f) {
-  return view.data ? load_any(view.data, view.dtype, row * view.stride[2] + i, count) : splat(missing);
+  const int64_t at = row * view.stride[2] + i;
+  if (!view.data) return splat(missing);
+  if constexpr (std::is_void_v<T>) return load_any(view.data, view.dtype, at, count);
+  else return load_n(reinterpret_cast<const T*>(view.data) + at, count);
 }
+template <class T>
 NPU_INLINE void write(const View& view, int64_t row, int64_t i, Vec v, int64_t count) {
-  store_any(view.data, view.dtype, row * view.stride[2] + i, v, count);
+  const int64_t at = row * view.stride[2] + i;
+  if constexpr (std::is_void_v<T>) store_any(view.data, view.dtype, at, v, count);
+  else store_n(reinterpret_cast<T*>(view.data) + at, v, count);
+}
+
+// Calls body with a null pointer of the type that all operands have, or of void where there is no such type.
+template <class F>
+NPU_INLINE void with_common_type(std::initializer_list<View> operands, const F& body) {
+  const Dtype dtype = operands.begin()->dtype;
+  for (const View& view : operands)
+    if (view.data && view.dtype != dtype) return body(static_cast<void*>(nullptr));
+  with_type(dtype, body);
 }
 
 // Calls body(i, count) for the vectors of a row.
@@ -33,13 +51,14 @@ NPU_INLINE void for_vectors(int64_t n, const F& body) {
 }
 
 // RMS norm, or layer norm where the mean is subtracted; the variance is a second pass over the deviations.
-void norm(const NormArgs& a) {
+template <class T>
+void norm_rows(const NormArgs& a) {
   const int64_t n = a.x.size[3];
   for_rows(a.x.size[2], n, [&](int64_t row) {
     float* values = thread_scratch().get<float>(round_up(n, kLanes) * sizeof(float));
     Vec total{}, squares{};
     for_vectors(n, [&](int64_t i, int64_t count) {
-      const Vec x = read(a.x, row, i, count);
+      const Vec x = read<T>(a.x, row, i, count);
       store(values + i, x);
       total += x;
       squares += x * x;
@@ -56,20 +75,25 @@ void norm(const NormArgs& a) {
     }
     const float factor = 1.0f / std::sqrt(sum_lanes(squares) / n + a.eps);
     for_vectors(n, [&](int64_t i, int64_t count) {
-      const Vec weight = read(a.weight, 0, i, count, 1.0f) + a.weight_offset;
+      const Vec weight = read<T>(a.weight, 0, i, count, 1.0f) + a.weight_offset;
       const Vec y = (load(values + i) - mean) * factor * weight;
-      write(a.out, row, i, a.bias.data ? y + read(a.bias, 0, i, count) : y, count);
+      write<T>(a.out, row, i, a.bias.data ? y + read<T>(a.bias, 0, i, count) : y, count);
     });
   });
 }
 
-void softmax(const SoftmaxArgs& a) {
+void norm(const NormArgs& a) {
+  with_common_type({a.x, a.weight, a.bias, a.out}, [&](auto* type) { norm_rows<std::remove_pointer_t<decltype(type)>>(a); });
+}
+
+template <class T>
+void softmax_rows(const SoftmaxArgs& a) {
   const int64_t n = a.x.size[3];
   for_rows(a.x.size[2], n, [&](int64_t row) {
     float* values = thread_scratch().get<float>(round_up(n, kLanes) * sizeof(float));
     Vec highest = splat(-kInfinity);
     for_vectors(n, [&](int64_t i, int64_t count) {
-      Vec x = read(a.x, row, i, count) * a.scale;
+      Vec x = read<T>(a.x, row, i, count) * a.scale;
       if (count < kLanes) x = lane_numbers() < float(count) ? x : splat(-kInfinity);
       store(values + i, x);
       highest = max(x, highest);
@@ -82,8 +106,12 @@ void softmax(const SoftmaxArgs& a) {
       total += weight;
     });
     const float factor = 1.0f / sum_lanes(total);
-    for_vectors(n, [&](int64_t i, int64_t count) { write(a.out, row, i, load(values + i) * factor, count); });
+    for_vectors(n, [&](int64_t i, int64_t count) { write<T>(a.out, row, i, load(values + i) * factor, count); });
   });
+}
+
+void softmax(const SoftmaxArgs& a) {
+  with_common_type({a.x, a.out}, [&](auto* type) { softmax_rows<std::remove_pointer_t<decltype(type)>>(a); });
 }
 
 }  // namespace
