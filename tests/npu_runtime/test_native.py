@@ -84,6 +84,16 @@ def test_linear(dtype: torch.dtype, rows: int) -> None:
         check(out, plain, 3e-5)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_extreme_values_are_pytorchs(name: str) -> None:
+    magnitudes = [0.0, 1e-40, 1e-9, 0.5, 1.0, 6.0, 80.0, 86.5, 88.0, 89.5, 104.0, 1e9, 1e37]
+    values = torch.tensor([torch.nan, torch.inf, *magnitudes, *(-x for x in magnitudes)])
+    out = blank(len(values), 40)
+    run(native.linear(values[:, None], native.pack_linear_weight(torch.ones(40, 1)), None, None, name, out))
+    expected = ACTIVATIONS[name](values.double()).float()[:, None].expand_as(out)
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
+
+
 def test_linear_long_inner_dimension_is_sliced() -> None:
     for dtype in DTYPES:
         x, weight = torch.randn(30, 9001).to(dtype), (torch.randn(70, 9001) / 95).to(dtype)

@@ -904,11 +904,12 @@ NPU_INLINE void transpose_floats(const float* from, int64_t from_stride, float* 
   for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
 }
 
-// e^x within about 1 ulp, for x from -110 to 89: x = k ln2 + r and a degree-6 polynomial in r. NaN stays NaN.
-NPU_INLINE Vec exp_within(Vec x) {
+// e^x within about 1 ulp: x = k ln2 + r and a degree-6 polynomial in r. NaN stays NaN.
+NPU_INLINE Vec exp(Vec x) {
+  const Vec clamped = min(splat(89.0f), max(splat(-110.0f), x));
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits left
-  const Vec k = x * 1.44269504088896341f + kRound - kRound;
-  Vec r = x - k * 0.693359375f;
+  const Vec k = clamped * 1.44269504088896341f + kRound - kRound;
+  Vec r = clamped - k * 0.693359375f;
   r = r + k * 2.12194440e-4f;
   Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -918,8 +919,6 @@ NPU_INLINE Vec exp_within(Vec x) {
   p = p * (r * r) + r + 1.0f;
   return scale_by_power(p, k);
 }
-// The same for any x.
-NPU_INLINE Vec exp(Vec x) { return exp_within(min(splat(89.0f), max(splat(-110.0f), x))); }
 
 // 2^y for -126 <= y <= 127, within a relative error of 1e-7.
 NPU_INLINE Vec exp2_normal(Vec y) {
@@ -933,13 +932,13 @@ NPU_INLINE Vec exp2_normal(Vec y) {
   return bit_cast<Vec>(bit_cast<UVec>(p) + (bit_cast<UVec>(rounded) << 23));
 }
 
-// x times the logistic function of y, or nearly 0 for a y below -86.
+// x times the logistic function of y. Below about -87 that is 0, as a division by infinity has it.
 NPU_INLINE Vec times_sigmoid(Vec x, Vec y) {
-  const Vec whole = 1.0f + exp_within(min(splat(86.0f), max(splat(-110.0f), -y)));
+  const Vec whole = 1.0f + exp(-y);
 #if defined(NPU_AVX512)
   // Within 2 ulp: a division would take longer than all the rest. Reciprocals of more than 2^126 would be subnormal.
   const Vec estimate = _mm512_rcp14_ps(whole);
-  return x * (estimate + estimate * (1.0f - whole * estimate));
+  return x * (whole > 0x1p126f ? Vec{} : estimate + estimate * (1.0f - whole * estimate));
 #else
   return x / whole;
 #endif
