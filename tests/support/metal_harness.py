@@ -124,13 +124,7 @@ def call_of(case: Case, compute: str) -> KernelCall:
 
 def memory_of(case: Case, compute: str, seed: int) -> dict[str, np.ndarray]:
     """The memory of a case's operands by the names of their buffers, with gaps and guard, filled as the case says."""
-    rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
-    operands = [("in", t, index) for index, t in enumerate(case.inputs)]
-    operands += [("out", t, index) for index, t in enumerate(case.outputs)]
-    return {
-        f"{stem}{index}": _Memory(f"{stem}{index}", t, compute, rng, stem == "out" and t.values is None).data
-        for stem, t, index in operands
-    }
+    return {memory.view.buffer: memory.data for operands in _memories(case, compute, seed) for memory in operands}
 
 
 def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
@@ -140,9 +134,7 @@ def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
         AssertionError: memory differs from the reference's, or from run to run.
         DeviceError: the emulator found a fault.
     """
-    rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
-    ins = [_Memory(f"in{i}", t, dtype, rng, poison=False) for i, t in enumerate(case.inputs)]
-    outs = [_Memory(f"out{i}", t, dtype, rng, poison=t.values is None) for i, t in enumerate(case.outputs)]
+    ins, outs = _memories(case, dtype, seed)
     call = call_of(case, dtype)
     expected = [m.data.copy() for m in outs]
     reference = [_window(data, m.view) for data, m in zip(expected, outs, strict=True)]
@@ -266,6 +258,14 @@ class _Memory:
     def spec(self) -> TensorSpec:
         """Spec of the whole memory, stored in the dtype that it has."""
         return TensorSpec(self.view.buffer, self.data.shape, self.view.dtype, self.view.dtype)
+
+
+def _memories(case: Case, compute: str, seed: int) -> tuple[list[_Memory], list[_Memory]]:
+    """The memories of a case's inputs and of its outputs, these poisoned where the case does not fill them."""
+    rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
+    ins = [_Memory(f"in{i}", t, compute, rng, poison=False) for i, t in enumerate(case.inputs)]
+    outs = [_Memory(f"out{i}", t, compute, rng, poison=t.values is None) for i, t in enumerate(case.outputs)]
+    return ins, outs
 
 
 def _values(operand: T, dtype: str, rng: np.random.Generator) -> np.ndarray:
