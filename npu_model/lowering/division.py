@@ -37,7 +37,8 @@ _OTHERS = {
     Way.HEADS: (Way.HEADS, Way.COLUMNS, Way.ROWS),
 }
 _GATED_ROWS = "rows"  # size of a gated product's weight: rows of the gate, then as many of what it multiplies
-# Of a size, consecutive items that read the same item of another: heads of queries of keys, experts' rows of a token.
+# Sizes of which consecutive items read one item of another size: heads of queries share a head of keys, and the rows
+# that experts compute share the row of their token.
 _SHARED = {"h": "shared", "m": "r"}
 # Sizes of batches: each item of the result needs the same item of all operands that have the size, and no other.
 _BATCHES: Mapping[Family, Sequence[str]] = {

@@ -103,12 +103,12 @@ def conv2d(
 ) -> NativeLaunch | None:
     """Prepare out = activation(conv(x, weight) + bias + residual), or with the residual added last.
 
-    Arithmetic is float32, rounded once to out's dtype; if x and the weight are
-    both bfloat16, their exact products are summed in float32. None if there is no native kernel for the operands: those
-    are images with their channels innermost, except for an x of up to `MOST_PLANES` channels.
+    Arithmetic is float32, rounded once to out's dtype; if x and the weight are both bfloat16, their exact products are
+    summed in float32. None if there is no native kernel for the operands: those are images with their channels
+    innermost, except for an x of up to `MOST_PLANES` channels.
 
     Args:
-        window: A valid one, of the weight's size.
+        window: Kernel size, which is the weight's, with stride, padding and dilation; it has to be valid.
         residual_before_activation: Whether the activation applies to the residual too.
     """
     weight = packed_weight.weight
