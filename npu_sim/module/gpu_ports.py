@@ -79,7 +79,7 @@ class GPUPorts:
         self._taken = [
             spec
             for spec in program.output_specs
-            if donors.get(spec.name) not in self._at and (spec.name in self._outputs or spec.storage != spec.dtype)
+            if donors.get(spec.name) not in self._at and (spec.name in self._results or spec.storage != spec.dtype)
         ]
         outwards = [
             Copy(_address(bound.outputs[spec.name]), spec.numel, spec.dtype, spec.storage) for spec in self._taken
