@@ -70,4 +70,4 @@ def test_code_of_somebody_unknown_is_compiled_again(tmp_path: Path, monkeypatch:
     after = npu_sim.load(file, "cuda")
     with torch.no_grad():
         np.testing.assert_allclose(after(ids.numpy()), module(ids.cuda()).cpu().numpy(), rtol=1e-3, atol=1e-3)
-    assert [str(x._program.trust) for x in after._programs.values()] == ["made here"]
+    assert [str(x.made.trust) for x in after._programs.values()] == ["made here"]
