@@ -100,6 +100,7 @@ def lower_recurrent(ctx: Lowering, node: OpNode) -> None:
     if len(weights) != layers * directions * each:
         raise IRError(f"{len(weights)} weights of {layers} layers in {directions} directions")
     out, *last = outputs
+    last = [view.squeeze(1) if view.rank == 4 else view for view in last]  # so PyTorch 2.9 to 2.11 export an LSTM's
     x, out = (view.transpose(0, 1) if first else view for view in (x, out))
     cell = node.base.removeprefix("aten.").removeprefix("rnn_")
     params = present(biased=bool(attrs["has_biases"]), backward=directions == 2)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from cuda_cases import RECURRENT
 from cuda_toolchain import compile_in_turn
 from metal_cases.recurrent import recurrent
 from metal_harness import Case, call_of
+from torch import nn
 
-from cuda_compiler import GPU
+import npu_compiler
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.recurrent import Layer, divide
@@ -19,6 +25,8 @@ from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.errors import NPUError
 from npu_compiler.ops.recurrent import GATES, LARGEST_HIDDEN
 from npu_compiler.program.kernels import KernelCall
+from npu_runtime import CPUBackend, Executor, load_weights
+from npu_sim.extract import extract_ir
 
 
 def calls_of(case: Case, dtype: str = "float16", gpu: GPU | None = None) -> tuple[list[KernelCall], Specializer]:
@@ -88,3 +96,43 @@ def test_sources_compile(case: Case, dtype: str) -> None:
 def test_sources_of_large_layers_compile(case: Case) -> None:
     """A weight in shared memory, one that is read at each step, and one of an odd width."""
     compile_in_turn(calls_of(case)[1].sources.values())
+
+
+def with_a_row_of_layers(ir: dict[str, Any]) -> dict[str, Any]:
+    """An IR in which last states are [D, 1, N, H], as PyTorch 2.9 to 2.11 export those of an LSTM of one layer."""
+    older = copy.deepcopy(ir)
+    nodes = older["nodes"]
+    (lstm,) = [node for node in nodes if node["op_type"] == "aten.lstm.input"]
+    states = {output["name"] for output in lstm["outputs"][1:]}
+    for spec in (spec for node in nodes for spec in (*node["inputs"], *node["outputs"])):
+        if spec["name"] in states:
+            spec["shape"].insert(1, 1)
+    return older
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_states_are_read_in_the_shape_that_older_versions_of_pytorch_export(bidirectional: bool) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 12, bidirectional=bidirectional)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            states: torch.Tensor = self.lstm(x)[0]
+            return states
+
+    module, x = Last().eval(), torch.randn(5, 3, 8)
+    ir = extract_ir(module, [x])
+    older = with_a_row_of_layers(ir)
+    assert older != ir
+    made = [npu_compiler.compile(each, CUDACodegenTarget()).plan.calls for each in (older, ir)]
+    assert [call.kernel for call in made[0]] == [call.kernel for call in made[1]]
+    assert [[view.shape for view in call.outputs] for call in made[0]] == [
+        [view.shape for view in call.outputs] for call in made[1]
+    ]
+    backend = CPUBackend()
+    program = npu_compiler.compile(older, backend.target, npu_compiler.CompileOptions(compute_dtype="float32"))
+    weights = load_weights(dict(module.state_dict()), program, backend)
+    (found,) = Executor(program, backend).run({program.input_specs[0].name: x.numpy()}, weights).values()
+    with torch.no_grad():
+        np.testing.assert_allclose(found.to_numpy(), module(x).numpy(), atol=1e-5, rtol=1e-4)
