@@ -257,7 +257,7 @@ def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: b
         mode: Mode of `torch.compile`.
         freezing: Treat the weights as constants, which folds BatchNorms into convolutions and keeps a copy of them.
     """
-    function: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+    function: Callable[..., Tensor] = torch.compile(module, mode=mode, dynamic=False)
     with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
         function(*inputs)
     return function

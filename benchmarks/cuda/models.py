@@ -64,8 +64,10 @@ def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]
     """Return contender → ‖result - reference‖ / ‖reference‖.
 
     Raises:
-        ValueError: a contender's error is much larger than that of eager PyTorch.
+        ValueError: a contender's error is much larger than that of eager PyTorch, or this one's answer is not finite.
     """
+    if not results[EAGER].isfinite().all():
+        raise ValueError("eager PyTorch's answer in float16 is not finite: these random weights decide nothing")
     errors = {name: float((result.float() - reference).norm() / reference.norm()) for name, result in results.items()}
     if any(not error <= SLACK * errors[EAGER] + ROUNDING for error in errors.values()):
         raise ValueError(f"wrong results; relative errors: {errors}")
@@ -121,11 +123,18 @@ def measure(
     halves = [x.half() if x.is_floating_point() else x for x in on_gpu]
     images = any(x.dim() == 4 for x in halves)
     form = torch.channels_last if images else torch.preserve_format
-    peer = module.to(torch.float16).to(memory_format=form)  # type: ignore[call-overload]
+    peer = module.to(torch.float16)
+    for tensor in (*peer.parameters(), *peer.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=form)
     halves = [x.to(memory_format=form) if x.dim() == 4 else x for x in halves]
     calls: dict[str, Callable[..., Tensor]] = {EAGER: peer}
+    problems = dict[str, str]()
     for mode in peers:
-        calls[mode] = compiled(peer, halves, mode, freezing=True)
+        try:
+            calls[mode] = compiled(peer, halves, mode, freezing=True)
+        except Exception as error:  # our own time is worth having beside eager PyTorch's
+            problems[mode] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     with alone(folder, others):
         torch.backends.cudnn.benchmark = True
         started = time.perf_counter()
@@ -137,12 +146,13 @@ def measure(
         contenders |= {mode: torch_contender(lambda call=call: call(*halves)) for mode, call in calls.items()}  # type: ignore[misc]
         ms = medians(time_in_turn(contenders, rounds))
         rows = account(ours.run) if with_account else []
-    ratios = " ".join(f"{mode} {ms[mode]:.4f} ({ms[mode] / ms[OURS]:.2f}x)" for mode in (*peers, EAGER))
+    ratios = " ".join(f"{mode} {ms[mode]:.4f} ({ms[mode] / ms[OURS]:.2f}x)" for mode in calls)
     lines = [
         f"ROW {name} b{batch}: ours {ms[OURS]:.4f} ms {ratios}; {len(ours.program.plan.calls)} calls; errors "
         + " ".join(f"{mode} {error:.1e}" for mode, error in errors.items())
         + f"; compile {ours.compile_seconds:.1f} s, start {seconds:.1f} s"
     ]
+    lines += [f"  {mode} fails: {problem}" for mode, problem in problems.items()]
     busy = sum(each for _, each, _ in rows)
     if rows:
         lines.append(f"  kernels {busy:.4f} ms")
