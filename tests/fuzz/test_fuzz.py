@@ -28,6 +28,12 @@ from npu_compiler.errors import InputError
 NAMES = list(TARGETS)
 
 
+@pytest.fixture(autouse=True)
+def other_tests_keep_their_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Set the variable that targets set, so that it is as before after the test."""
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "cache"))
+
+
 def node(ir: Any, op: str) -> Any:
     return next(node for node in ir["nodes"] if node["op_type"].startswith(op))
 
