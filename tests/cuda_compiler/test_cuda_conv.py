@@ -131,7 +131,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", drawn(SMALL, 1 / 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", drawn(SMALL, 1 / 4, lambda case: case.name))
 def test_small_convolutions_on_a_cpu(case: Case, seed: int, tmp_path: Path) -> None:
     """The kernels as GPUs without tensor cores run them, which is the same text but for the products of a step."""
     rng, call = np.random.default_rng(seed), call_of(case, "float16")

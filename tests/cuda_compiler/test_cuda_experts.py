@@ -102,10 +102,10 @@ def test_products_are_those_of_the_reference(case: Case, tmp_path: Path) -> None
     run_case(replace(case, atol=2.0**-12), EmulatedBackend(tmp_path), "bfloat16", 1)
 
 
-@pytest.mark.parametrize(("turn", "format"), list(enumerate(FORMATS)))
-def test_the_sources_compile(turn: int, format: QuantizedFormat | None) -> None:
+@pytest.mark.parametrize("format", drawn(FORMATS, 1 / 4))
+def test_the_sources_compile(format: QuantizedFormat | None) -> None:
     cuda_toolchain.architectures()
     sources: dict[str, str] = {}
     for dtype, width, tokens in (("float32", 32, 3), ("bfloat16", 64, 3), ("float16", 96, 1), ("bfloat16", 2880, 40)):
         sources |= compiled(format, dtype, width, tokens).plan.sources
-    cuda_toolchain.compile_in_turn(sources.values(), turn)
+    cuda_toolchain.compile_in_turn(sources.values(), FORMATS.index(format))

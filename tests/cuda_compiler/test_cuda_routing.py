@@ -9,6 +9,7 @@ import cuda_toolchain
 import pytest
 import torch
 from cuda_on_cpu import run_on_cpu
+from drawn import drawn
 from torch import Tensor, nn
 from zoo_runs import extract
 
@@ -80,7 +81,7 @@ def test_a_choice_is_that_of_pytorch(form: Callable[[Tensor], tuple[Tensor, ...]
     torch.testing.assert_close(weights, sums.get(form, values), equal_nan=True)
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", drawn(range(3), 1 / 3))
 def test_the_sources_compile(turn: int) -> None:
     cuda_toolchain.architectures()
     sources: dict[str, str] = {}

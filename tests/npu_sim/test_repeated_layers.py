@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import drawn
 from torch import nn
 
 from npu_compiler.graph.symbolic import specialize
@@ -17,7 +18,7 @@ from npu_sim.llm.repeated_layers import SAMPLE, canonical, recorded, trace_few
 
 pytest.importorskip("transformers")
 
-LAYERS = 6
+LAYERS = SAMPLE + 1
 CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -84,17 +85,22 @@ def sizes(ir: dict[str, Any]) -> dict[str, int]:
     return graph._sizes(ir, {"input_ids": [2, 5], "k_0": [60]})
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "few"),
-    [
-        ("qwen2", CONFIG, True),
-        ("gpt2", GPT2, True),
-        ("qwen2", {**CONFIG, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": SAMPLE}, False),
-    ],
-)
+MODELS = {
+    "qwen2": ("qwen2", CONFIG, True),
+    "gpt2": ("gpt2", GPT2, True),
+    "windows": (
+        "qwen2",
+        {**CONFIG, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": SAMPLE},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", drawn(MODELS, 2 / 3))
 def test_a_model_has_one_graph_however_many_layers_are_traced(
-    model_type: str, config: dict[str, Any], few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model_type, config, few = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
     checkpoint = load_architecture(tmp_path)
     traced, trace = [], graph._trace_symbolic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter, defaultdict
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Opened, chromium
+from drawn import drawn
 from ir_builder import IRBuilder
 from safetensors.numpy import save_file
 from traces import qwen_step
@@ -27,6 +29,7 @@ from npu_sim.report import report_contents, stage_graphs, write_page
 from npu_sim.report.page import unpack
 
 LAYERS = 11
+VIEWS = tuple(itertools.product(("net", "chips"), (390, 1440), ("light", "dark")))
 WITHOUT_DRAM = Path(__file__).parents[1] / "fuzz" / "corpus" / "chips" / "without_dram.toml"
 ALERT = "<script>alert(1)</script>"
 HOSTILE = f'"></script><img src=x onerror=alert(2)>{ALERT}'
@@ -468,10 +471,9 @@ def test_tooltips_stay_inside_the_window(opened: Opened) -> None:
     assert shown > 10
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("page", ["net", "chips"])
-def test_pages_fit_a_telephone_and_a_desk(browser: Any, folder: Path, page: str, width: int, scheme: str) -> None:
+@pytest.mark.parametrize("view", drawn(VIEWS, 1 / 4, lambda view: "-".join(map(str, view))))
+def test_pages_fit_a_telephone_and_a_desk(browser: Any, folder: Path, view: tuple[str, int, str]) -> None:
+    page, width, scheme = view
     report = Opened(browser, folder / f"{page}.html", color_scheme=scheme)
     report.page.set_viewport_size({"width": width, "height": 800})
     for tab in report.value("[...document.querySelectorAll('[role=tab]')].map(t => t.id.slice(4))"):

@@ -7,9 +7,12 @@ tensor cores, which the lanes of a warp compute together as on GPUs before Amper
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import traces
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
@@ -26,10 +30,10 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_runtime import CPUBackend, Operand
 from npu_runtime.backend import Launch
 
+_HEADERS = ("algorithm", "barrier", "cmath", "cstring", "map", "memory", "mutex", "thread", "vector")
+# A `__shared__` variable of an inline function would be one for all libraries that the process has loaded.
+_COMPILER = ("g++", "-std=c++20", "-O0", "-w", "-pthread", "-fPIC", "-fvisibility=hidden")
 _SHIM = """
-#include <algorithm>
-#include <cmath>
-#include <cstring>
 using std::max, std::min;
 #define __device__
 #define __global__
@@ -142,12 +146,6 @@ extern "C" __attribute__((visibility("default"))) void launch(void **operands, c
 }
 """
 _TOGETHER = """
-#include <barrier>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <vector>
 struct CpuWarp { std::barrier<> turn{32}; unsigned long long words[32]; unsigned operands[32][6]; };
 static std::unique_ptr<std::barrier<>> cpu_block;
 static std::vector<std::unique_ptr<CpuWarp>> cpu_warps;
@@ -276,15 +274,31 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         )
         file = library.with_suffix(".cpp")
         file.write_text(_SHIM + (_ALONE if alone else _TOGETHER) + text + launch)
-        # A `__shared__` variable of an inline function would be one for all libraries that the process has loaded.
-        flags = ["-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"]
-        command = ["g++", *flags, str(file), "-o", str(library)]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert built.returncode == 0, built.stderr[:4000]
+        _compile("-shared", "-include", str(_headers()), str(file), "-o", str(library))
     launch = kernel_launch_of(call)
     operands = (ctypes.c_void_p * len(addresses))(*addresses)
     assert launch.block[1:] == (1, 1)
     ctypes.CDLL(str(library)).launch(operands, (ctypes.c_uint * 3)(*launch.grid), launch.block[0])
+
+
+@functools.cache
+def _headers() -> Path:
+    """The file that includes the headers which kernels need, compiled beside it once for all of pytest's workers."""
+    path = Path(os.environ[traces.FOLDER], "cuda_on_cpu.h")
+    compiled = path.with_suffix(".h.gch")
+    if not compiled.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            own = Path(folder, path.name)
+            own.write_text("".join(f"#include <{name}>\n" for name in _HEADERS))
+            _compile("-x", "c++-header", str(own), "-o", f"{folder}/compiled")
+            os.replace(own, path)
+            os.replace(f"{folder}/compiled", compiled)
+    return path
+
+
+def _compile(*arguments: str) -> None:
+    built = subprocess.run([*_COMPILER, *arguments], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[:4000]
 
 
 def _plain(match: re.Match[str]) -> str:
