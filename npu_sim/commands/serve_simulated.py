@@ -153,7 +153,7 @@ def serve_on_chip(
 
     with concerning(option):
         chip = load_chip(chip_name)
-    with step(f"opening {model.name}"):
+    with step(f"opening {model.name}"), seldom_collected():
         checkpoint = load_architecture(model.name, model.dtype, model.quantization)
     with concerning("the context"):
         context = cache_capacity(checkpoint, settings["context_length"])

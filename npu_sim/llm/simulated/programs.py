@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -204,9 +205,9 @@ class Workers:
         """Start the processes, if they are not there yet."""
         if self._pool is None:
             spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
-            self._pool = ProcessPoolExecutor(self._count, spawn)
-            for _ in range(self._count):
-                self._pool.submit(_warm_up)
+            self._pool = ProcessPoolExecutor(self._count, spawn, initializer=_warm_up)
+            for _ in range(self._count):  # a process is started for a task, if none is idle
+                self._pool.submit(int)
 
     def submit(self, shape: ContiguousShape, steps: StepGraph) -> None:
         """Begin to simulate the program of a shape."""
@@ -228,7 +229,8 @@ class Workers:
 
 
 def _warm_up() -> None:
-    """Import what `_cost` needs."""
+    """Import what `_cost` needs, and turn the garbage collector off, since a program leaves only ten megabytes."""
+    gc.disable()
     import npu_compiler.ops  # noqa: F401
     import npu_model.analysis.simulation
     import npu_model.target  # noqa: F401
