@@ -13,7 +13,7 @@ what no call uses. The fraction with the best estimate is taken.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from npu_model.lowering.mapper import Choices, Mapper
 
 _SHARES = 8  # shares of the scratchpad that are tried for weights
 _NONE: frozenset[int] = frozenset()  # no operands
+_NOTHING: frozenset[tuple[int, int]] = frozenset()  # no bytes
 
 
 @dataclass
@@ -115,7 +116,8 @@ def _all_stay(values: Sequence[_Value], weights: Sequence[_Value], choices: Sequ
 class _Stay:
     """A growing set of resident values, with the room, the resident operands and the estimate of each call.
 
-    `_steps` are those of each call's resident operands.
+    `_steps` are those of each call's resident operands, `_live` the bytes (first, end) that are taken during each call
+    by intermediate values, and by all weights that were kept together.
     """
 
     def __init__(self, choices: Sequence[Choices], size: int) -> None:
@@ -126,14 +128,14 @@ class _Stay:
         self._resident: list[frozenset[int]] = [_NONE] * len(choices)
         self._steps = [each.by_room(_NONE, _NONE) for each in choices]
         self._estimates = [_estimate(steps, size) for steps in self._steps]
-        self._placed: list[tuple[int, int, int, int]] = []  # address, end, first and last call, the highest first
+        self._live: list[frozenset[tuple[int, int]]] = [frozenset()] * len(choices)
 
     def copy(self) -> _Stay:
         """A copy of the set, which can grow in another way."""
         other = copy(self)
         other.rooms, other.addresses, other.weights = list(self.rooms), dict(self.addresses), list(self.weights)
         other._resident, other._steps = list(self._resident), list(self._steps)
-        other._estimates, other._placed = list(self._estimates), list(self._placed)
+        other._estimates, other._live = list(self._estimates), list(self._live)
         return other
 
     @property
@@ -153,24 +155,22 @@ class _Stay:
         """Keep weights from run to run, at addresses below all values that are resident so far."""
         if not weights:
             return
-        end = min(self.rooms)
+        top = end = min(self.rooms)
         for weight in weights:
             end -= weight.size
             self.addresses[weight.name] = end
             self.weights.append(weight.name)
-            self._place(weight, end)
             for index, own in weight.users.items():
                 self._resident[index] |= own
                 self._steps[index] = self._choices[index].by_room(self._resident[index], _NONE)
+        self._take(end, top, 0, len(self.rooms) - 1)
         self.rooms = [min(room, end) for room in self.rooms]
         self._estimates = [_estimate(steps, room) for steps, room in zip(self._steps, self.rooms, strict=True)]
 
-    def _place(self, value: _Value, address: int) -> None:
-        insort(
-            self._placed,
-            (address, address + value.size, value.first, value.last),
-            key=lambda each: (-each[0], -each[1]),
-        )
+    def _take(self, address: int, end: int, first: int, last: int) -> None:
+        """Mark bytes as taken from the first to the last of some calls."""
+        for index in range(first, last + 1):
+            self._live[index] |= {(address, end)}
 
     def keep(self, value: _Value, least: float) -> None:
         """Keep an intermediate value for its lifetime, if it fits and saves more than `least` estimated cycles."""
@@ -193,17 +193,15 @@ class _Stay:
         if not math.isfinite(gain) or gain <= least:
             return
         self.addresses[value.name] = address
-        self._place(value, address)
+        self._take(address, address + value.size, value.first, value.last)
         for index, room, resident, steps, estimate in changes:
             self.rooms[index], self._resident[index] = room, resident
             self._steps[index], self._estimates[index] = steps, estimate
 
     def _highest_free(self, value: _Value) -> int | None:
         """The highest address at which a value overlaps none that is live at the same time; None if it does not fit."""
-        end, size, begin, last = self._size, value.size, value.first, value.last
-        for first, behind, from_call, to_call in self._placed:
-            if from_call > last or begin > to_call:
-                continue
+        end, size = self._size, value.size
+        for first, behind in sorted(_NOTHING.union(*self._live[value.first : value.last + 1]), reverse=True):
             if end - size >= behind:
                 return end - size
             if first < end:

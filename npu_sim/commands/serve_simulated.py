@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,16 +149,17 @@ def serve_on_chip(
     from npu_model.collection import seldom_collected
     from npu_runtime.cpu.native.threads import usable_threads
     from npu_sim.llm import cache_capacity, load_architecture
-    from npu_sim.llm.simulated import PoolSettings, SimulatedPrograms, StepPrices, serve_requests
+    from npu_sim.llm.simulated import PoolSettings, SimulatedPrograms, StepPrices, likely_programs, serve_requests
 
     with concerning(option):
         chip = load_chip(chip_name)
-    with step(f"opening {model.name}"):
+    with step(f"opening {model.name}"), seldom_collected():
         checkpoint = load_architecture(model.name, model.dtype, model.quantization)
     with concerning("the context"):
         context = cache_capacity(checkpoint, settings["context_length"])
     pool = PoolSettings(**{**settings, "context_length": settings["context_length"] or context})
-    programs = SimulatedPrograms(checkpoint, chip, workers=min(usable_threads(), _MOST_WORKERS))
+    likely = partial(likely_programs, requests, pool)
+    programs = SimulatedPrograms(checkpoint, chip, min(usable_threads(), _MOST_WORKERS), likely)
     prices = StepPrices(programs, pool.max_batch, pool.max_tokens, pool.context_length)
     with closing(programs), progress(f"serving {checkpoint.name} on {chip.name}") as report, seldom_collected():
         result = serve_requests(requests, prices, pool, static_watts=chip.energy.static_watts, progress=report)

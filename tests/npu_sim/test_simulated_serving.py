@@ -21,7 +21,7 @@ from npu_compiler.errors import InputError
 from npu_model import Chip, NPUTarget, load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.llm import Checkpoint, load_architecture
-from npu_sim.llm.graph import ContiguousShape, compile_contiguous
+from npu_sim.llm.graph import ContiguousShape, compile_contiguous, contiguous_options, symbolic_contiguous
 from npu_sim.llm.simulated import (
     PoolSettings,
     ProgramCost,
@@ -29,11 +29,12 @@ from npu_sim.llm.simulated import (
     SimulatedPrograms,
     StepPrices,
     TimedRequest,
+    likely_programs,
     poisson_requests,
     read_requests,
     serve_requests,
 )
-from npu_sim.llm.simulated.programs import cost_of
+from npu_sim.llm.simulated.programs import StepGraph, cost_of
 
 pytest.importorskip("transformers")
 
@@ -127,14 +128,29 @@ def test_a_program_costs_the_same_encoded_or_not(checkpoint: Checkpoint, program
 def test_processes_find_the_same_costs(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     chip = dataclasses.replace(load_chip("phone"), clock_ghz=random.uniform(0.5, 2.0))  # whose costs are not kept
     requests = poisson_requests(40, 2000.0, (1, 100), (1, 60), seed=2)
-    with closing(SimulatedPrograms(checkpoint, chip, workers=2)) as programs, monkeypatch.context() as patch:
-        patch.setattr("npu_sim.llm.simulated.programs.compile_contiguous", None)  # every program is left to a process
+    likely = [ContiguousShape(2, 1, 128), ContiguousShape(3, 1, 77)]  # nobody asks for the second one
+    with (
+        closing(SimulatedPrograms(checkpoint, chip, 2, lambda steps: likely)) as programs,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr("npu_sim.llm.simulated.programs.StepSimulator", None)  # every program is left to a process
         result = serve_requests(requests, prices_of(programs), PoolSettings(CONTEXT))
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("NPU_SIM_CACHE", folder)
         alone = SimulatedPrograms(checkpoint, chip)
         assert serve_requests(requests, prices_of(alone), PoolSettings(CONTEXT)).to_dict() == result.to_dict()
     assert alone.used == programs.used and alone.simulated == programs.simulated == len(programs.used)
+
+
+def test_most_programs_of_a_trace_are_foreseen(programs: SimulatedPrograms) -> None:
+    rate, seed = random.uniform(100.0, 5000.0), random.randrange(1000)
+    requests, pool = poisson_requests(100, rate, (1, 300), (1, 100), seed), PoolSettings(CONTEXT)
+    asked = SimulatedPrograms(programs.checkpoint, programs.chip)
+    serve_requests(requests, prices_of(asked), pool)
+    steps = StepGraph(symbolic_contiguous(asked.checkpoint), contiguous_options(asked.checkpoint), asked.chip)
+    likely = set(likely_programs(requests, pool, steps))
+    needed = len(likely & asked.used.keys())
+    assert needed > len(asked.used) / 2 and needed > 0.8 * len(likely), (rate, seed)
 
 
 def test_a_program_that_no_process_simulates_is_simulated_here(checkpoint: Checkpoint) -> None:

@@ -1,5 +1,6 @@
 """Serving on a simulated chip: the engine's scheduler runs on a virtual clock, with step times from the simulator."""
 
+from npu_sim.llm.simulated.forecast import likely_programs
 from npu_sim.llm.simulated.programs import ProgramCost, SimulatedPrograms
 from npu_sim.llm.simulated.requests import TimedRequest, poisson_requests, read_requests
 from npu_sim.llm.simulated.result import Quantiles, ServingResult
@@ -15,6 +16,7 @@ __all__ = [
     "SimulatedPrograms",
     "StepPrices",
     "TimedRequest",
+    "likely_programs",
     "poisson_requests",
     "read_requests",
     "serve_requests",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import gc
+import pickle
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from npu_sim.cache import Entry, cached_facts
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import (
     ContiguousShape,
-    compile_contiguous,
     compiling,
     contiguous_key,
     contiguous_options,
@@ -28,7 +28,6 @@ from npu_sim.llm.graph import (
 if TYPE_CHECKING:
     from npu_compiler import CompileOptions
     from npu_model import Chip, Result
-    from npu_model.lowering.mapper import Mapper
 
 
 @dataclass(frozen=True)
@@ -61,22 +60,25 @@ class SimulatedPrograms:
 
     Args:
         workers: Number of processes that simulate the programs given to `prepare`. With one, none is started.
+        likely: Names programs whose costs will probably be requested. Processes simulate these too, once there is some
+            program to simulate.
 
     Attributes:
         used: The programs whose costs have been requested.
         simulated: Number of them that were simulated, since their costs were not on disk.
     """
 
-    def __init__(self, checkpoint: Checkpoint, chip: Chip, workers: int = 1) -> None:
-        from npu_model.lowering.mapper import Mapper
-        from npu_model.target import UnassembledTarget
-
-        self.checkpoint, self.chip = checkpoint, chip
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        chip: Chip,
+        workers: int = 1,
+        likely: Callable[[StepGraph], Iterable[ContiguousShape]] | None = None,
+    ) -> None:
+        self.checkpoint, self.chip, self._likely = checkpoint, chip, likely
         self.simulated = 0
         self.used: dict[ContiguousShape, ProgramCost] = {}
-        self._target, self._mapper = UnassembledTarget(chip), Mapper(chip)
-        self._key: list[Any] | None = None
-        self._workers = Workers(chip, workers) if workers > 1 else None
+        self._workers = Workers(workers) if workers > 1 else None
 
     def close(self) -> None:
         """End the processes; `cost` then simulates in this one."""
@@ -90,14 +92,22 @@ class SimulatedPrograms:
         Raises:
             InputError: the model cannot be traced.
         """
-        workers = self._workers
-        if workers is None:
-            return
-        for shape in shapes:
-            if shape in self.used or shape in workers or self._entry(shape).is_there():
-                continue
+        if self._workers is not None and self._submit(shapes, self._workers) and self._likely is not None:
+            likely, self._likely = self._likely(self._steps), None
+            self._submit(likely, self._workers)
+
+    def _submit(self, shapes: Iterable[ContiguousShape], workers: Workers) -> bool:
+        """Let processes simulate the programs for these shapes; return whether there are new ones among them."""
+        new = [
+            shape
+            for shape in shapes
+            if shape not in self.used and shape not in workers and not self._entry(shape).is_there()
+        ]
+        if new:
             workers.start()  # their imports take as long as tracing takes here
-            workers.submit(shape, symbolic_contiguous(self.checkpoint), contiguous_options(self.checkpoint))
+        for shape in new:
+            workers.submit(shape, self._steps)
+        return bool(new)
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
         """The cost of one run of the program for that shape.
@@ -112,32 +122,79 @@ class SimulatedPrograms:
         return self.used[shape]
 
     def _entry(self, shape: ContiguousShape) -> Entry:
-        if self._key is None:
-            self._key = contiguous_key(self.checkpoint, self._target)
         return Entry(f"{self.checkpoint.config.model_type}-step-cost", [*astuple(shape), *self._key], "json")
 
-    def _simulated(self, shape: ContiguousShape) -> ProgramCost:
-        from npu_model.analysis.simulation import simulate_for
+    @cached_property
+    def _key(self) -> list[Any]:
+        from npu_model.target import UnassembledTarget
 
+        return contiguous_key(self.checkpoint, UnassembledTarget(self.chip))
+
+    @cached_property
+    def _steps(self) -> StepGraph:
+        return StepGraph(symbolic_contiguous(self.checkpoint), contiguous_options(self.checkpoint), self.chip)
+
+    @cached_property
+    def _simulator(self) -> StepSimulator:
+        return StepSimulator(self._steps)
+
+    def _simulated(self, shape: ContiguousShape) -> ProgramCost:
         self.simulated += 1
         cost = None if self._workers is None else self._workers.cost(shape)
         if cost is not None:
             return cost
         with compiling(self.checkpoint):
-            program = compile_contiguous(self.checkpoint, shape, self._target)
-            return cost_of(simulate_for(program, self._mapper))
+            return self._simulator.cost(shape)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The graph of a model's steps, and the chip for which it is compiled.
+
+    Attributes:
+        ir: IR with symbols for sizes, from `symbolic_contiguous`.
+        options: Options to compile it with.
+    """
+
+    ir: dict[str, Any]
+    options: CompileOptions
+    chip: Chip
+
+    @cached_property
+    def pickled(self) -> bytes:
+        """The graph in the form in which other processes take it."""
+        return pickle.dumps(self)
+
+
+class StepSimulator:
+    """Compiles step programs and simulates them, in this process."""
+
+    def __init__(self, steps: StepGraph) -> None:
+        from npu_model.lowering.mapper import Mapper
+        from npu_model.target import UnassembledTarget
+
+        self._steps, self._mapper, self._target = steps, Mapper(steps.chip), UnassembledTarget(steps.chip)
+
+    def cost(self, shape: ContiguousShape) -> ProgramCost:
+        """The cost of one run of the program for a shape. Raises `NPUError` if the chip cannot run it."""
+        from npu_compiler import compile as compile_ir
+        from npu_compiler.graph.symbolic import specialize
+        from npu_model.analysis.simulation import simulate_for
+
+        ir = self._steps.ir
+        program = compile_ir(specialize(ir, contiguous_sizes(ir, shape)), self._target, self._steps.options)
+        return cost_of(simulate_for(program, self._mapper))
 
 
 class Workers:
-    """Processes that simulate step programs on a chip, several at a time.
+    """Processes that simulate step programs, several at a time.
 
     Args:
-        chip: The chip.
         count: Number of processes.
     """
 
-    def __init__(self, chip: Chip, count: int) -> None:
-        self._chip, self._count = chip, count
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._pool: ProcessPoolExecutor | None = None
         self._costs: dict[ContiguousShape, Future[ProgramCost | None]] = {}
 
@@ -148,19 +205,15 @@ class Workers:
         """Start the processes, if they are not there yet."""
         if self._pool is None:
             spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
-            self._pool = ProcessPoolExecutor(self._count, spawn, initializer=_begin, initargs=(self._chip,))
-            for _ in range(self._count):
-                self._pool.submit(_warm_up)
+            self._pool = ProcessPoolExecutor(self._count, spawn, initializer=_warm_up)
+            for _ in range(self._count):  # a process is started for a task, if none is idle
+                self._pool.submit(int)
 
-    def submit(self, shape: ContiguousShape, ir: dict[str, Any], options: CompileOptions) -> None:
-        """Begin to simulate the program of a shape.
-
-        Args:
-            ir: IR with symbols for sizes, from `symbolic_contiguous`.
-        """
+    def submit(self, shape: ContiguousShape, steps: StepGraph) -> None:
+        """Begin to simulate the program of a shape."""
         assert self._pool is not None, "the processes have not been started"
         with suppress(BrokenProcessPool):
-            self._costs[shape] = self._pool.submit(_cost, json.dumps(ir), contiguous_sizes(ir, shape), options)
+            self._costs[shape] = self._pool.submit(_cost, steps.pickled, shape)
 
     def cost(self, shape: ContiguousShape) -> ProgramCost | None:
         """The cost of a program that was submitted; None if it was not, or no process can find it."""
@@ -175,43 +228,23 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
 
-_chips: list[Chip] = []  # the chip of a worker process
-
-
-def _begin(chip: Chip) -> None:
-    _chips[:] = [chip]
-
-
-@cache
-def _mapper() -> Mapper:
-    from npu_model.lowering.mapper import Mapper
-
-    return Mapper(_chips[0])
-
-
 def _warm_up() -> None:
-    """Import what `_cost` needs."""
+    """Import what `_cost` needs, and turn the garbage collector off, since a program leaves only ten megabytes."""
+    gc.disable()
     import npu_compiler.ops  # noqa: F401
-    import npu_model.analysis.simulation  # noqa: F401
-
-    _mapper()
+    import npu_model.analysis.simulation
+    import npu_model.target  # noqa: F401
 
 
 @lru_cache(maxsize=1)
-def _parsed(ir: str) -> Any:
-    return json.loads(ir)
+def _simulator(steps: bytes) -> StepSimulator:
+    return StepSimulator(pickle.loads(steps))
 
 
-def _cost(ir: str, sizes: dict[str, int], options: CompileOptions) -> ProgramCost | None:
+def _cost(steps: bytes, shape: ContiguousShape) -> ProgramCost | None:
     """The cost of a program in a worker process; None if it is refused, for which the caller finds the reason."""
-    from npu_compiler import compile as compile_ir
-    from npu_compiler.graph.symbolic import specialize
-    from npu_model.analysis.simulation import simulate_for
-    from npu_model.target import UnassembledTarget
-
     try:
-        program = compile_ir(specialize(_parsed(ir), sizes), UnassembledTarget(_chips[0]), options)
-        return cost_of(simulate_for(program, _mapper()))
+        return _simulator(steps).cost(shape)
     except NPUError:
         return None
 
