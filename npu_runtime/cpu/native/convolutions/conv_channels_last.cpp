@@ -26,7 +26,7 @@ NPU_INLINE void copy_elements(const T* from, T* to, int64_t count) {
 template <class T>
 void gather(const ChannelsLastArgs& a, const T* x, int64_t pixel, int64_t count, T* row) {
   const int64_t pitch = a.linear.k, line = a.kernel_w * a.channels;
-  const bool joined = a.dilation_w == 1 && a.x_pixel_stride == a.channels;
+  const bool joined = a.dilation_w == 1 && a.x_pixel_stride == a.channels;  // a window's row, which only one group has
   const bool even = a.x_row_stride == a.in_w * a.x_pixel_stride &&
                     (a.batch == 1 || a.x_batch_stride == a.in_h * a.x_row_stride);
   const bool unmoved = a.kernel_h * a.kernel_w * a.stride_h * a.stride_w == 1;
@@ -84,7 +84,8 @@ struct PixelBlocks {
 template <class T>
 void convolve_images(const ChannelsLastArgs& a) {
   const T* x = reinterpret_cast<const T*>(a.linear.x.data);
-  const int64_t pitch = a.linear.k;
+  const int64_t pitch = a.linear.k, n = a.linear.n;
+  const int64_t weight_bytes = round_up(n, kPanel) * pitch * sizeof(T);  // of a group
   const PixelBlocks blocks(a.batch * a.out_h * a.out_w, pitch * sizeof(T));
   parallel_for(blocks.count, 1, [&](int64_t begin, int64_t end, int) {
     const int64_t bytes = (blocks.rows + kTileRows) * pitch * sizeof(T);
@@ -92,13 +93,20 @@ void convolve_images(const ChannelsLastArgs& a) {
     if (a.kernel_h * a.kernel_w * a.channels < pitch) std::memset(windows, 0, bytes);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = blocks.begin(block), count = blocks.size(block);
-      gather(a, x, first, count, windows);
       LinearArgs part = a.linear;
       part.x.data = reinterpret_cast<char*>(windows);
       for (View* view : {&part.x, &part.residual, &part.out}) view->size[2] = count;
-      for (View* view : {&part.residual, &part.out})
-        if (view->data) view->data += first * view->stride[2] * item_size(view->dtype);
-      linear(part);
+      for (int64_t group = 0; group < a.groups; ++group) {
+        gather(a, x + group * a.channels, first, count, windows);
+        part.weight = static_cast<const char*>(a.linear.weight) + group * weight_bytes;
+        const auto begin_at = [&](View& view, const View& whole, int64_t row) {
+          if (view.data) view.data = whole.data + (row * whole.stride[2] + group * n) * item_size(whole.dtype);
+        };
+        begin_at(part.bias, a.linear.bias, 0);
+        begin_at(part.residual, a.linear.residual, first);
+        begin_at(part.out, a.linear.out, first);
+        linear(part);
+      }
     }
   });
 }
