@@ -57,8 +57,8 @@ class PackedConv:
         rows = self.weight.transpose(0, 2, 3, 1).reshape(len(self.weight), -1)
         if self.groups > 1:
             of_groups = rows.reshape(self.groups, -1, rows.shape[1])
-            rows = np.pad(of_groups, ((0, 0), (0, -of_groups.shape[1] % layout().panel), (0, 0)))
-            rows = rows.reshape(-1, rows.shape[2])
+            whole = np.pad(of_groups, ((0, 0), (0, -of_groups.shape[1] % layout().panel), (0, 0)))
+            rows = whole.reshape(-1, rows.shape[1])
         multiple = 1
         if self.weight.dtype == BFLOAT16 and layout().has_pairs:
             multiple = 2 * TILE_PAIRS if layout().has_tiles else 2
