@@ -22,6 +22,8 @@ _ROWS = ("matmul_kernel", "matmul_notrans_kernel", "layernorm_kernel", "rmsnorm_
 # Share of a network's operations in convolutions that Winograd's transform shortens, from which planar images,
 # which it takes, are the faster layout.
 _MOST_TRANSFORMED = 0.25
+# Number of output channels of a group, of several, from which they fill vectors well enough.
+_FEWEST_OUTPUTS = 12
 
 
 def channels_last(plan: ExecutionPlan, pairs: bool) -> ExecutionPlan:
@@ -174,7 +176,11 @@ def _convolution_takes(call: KernelCall, views: Sequence[View]) -> bool:
         return False
     if weight.shape[1] == 1 and weight.shape[0] == groups > 1:
         return _is_ready(x)
-    return groups == 1 and x.dtype == weight.dtype and (_is_ready(x) or x.shape[1] <= MOST_PLANES)
+    if x.dtype != weight.dtype:
+        return False
+    if groups > 1:
+        return _is_ready(x) and weight.shape[0] // groups >= _FEWEST_OUTPUTS
+    return _is_ready(x) or x.shape[1] <= MOST_PLANES
 
 
 def _pooling_takes(call: KernelCall, x: View, out: View) -> bool:

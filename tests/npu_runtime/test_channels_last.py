@@ -149,6 +149,20 @@ def test_a_convolution_gathers_windows(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drawing", range(4))
+def test_a_convolution_gathers_the_windows_of_groups(drawing: int, dtype: torch.dtype, seed: int) -> None:
+    rng = np.random.default_rng([seed, drawing])
+    groups, channels, outs = (int(rng.integers(*limits)) for limits in ((2, 6), (2, 40), (1, 80)))
+    x = images(2, groups * channels, 15, 11, dtype=dtype, gap=int(rng.integers(4)))
+    kernel, padding = tuple(rng.integers(1, 5, 2).tolist()), tuple(rng.integers(0, 3, 4).tolist())
+    stride, dilation = ((size, size) for size in rng.integers(1, 3, 2).tolist())
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="relu", **window)
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="silu", residual=True, in_place=True, **window)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("channels", "out_channels", "kernel", "stride", "padding", "dilation"),
     [

@@ -36,6 +36,7 @@ class ChannelsLastArgs(ArgumentBlock):
             (name, ctypes.c_int64)
             for name in (
                 "batch",
+                "groups",
                 "channels",
                 *WINDOW_FIELDS,
                 "x_batch_stride",
@@ -47,17 +48,18 @@ class ChannelsLastArgs(ArgumentBlock):
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
-        linear = self.linear
-        sizes = (self.batch, self.in_h, self.in_w, self.channels)
+        linear, outs = self.linear, self.groups * self.linear.n
+        sizes = (self.batch, self.in_h, self.in_w, self.groups * self.channels)
         strides = (self.x_batch_stride, self.x_row_stride, self.x_pixel_stride, self.x_channel_stride)
         yield strided("x", linear.x.data, item_size(linear.x.dtype), sizes, strides)
-        result = (1, 1, self.batch * self.out_h * self.out_w, linear.n)
+        result = (1, 1, self.batch * self.out_h * self.out_w, outs)
         yield linear.residual.extent("residual", result)
         yield linear.out.extent("out", result)
-        yield packed("bias", linear.bias.data, 4 * linear.n)
+        yield packed("bias", linear.bias.data, 4 * outs)
         taps = self.kernel_h * self.kernel_w
         if kernel == "conv2d_channels_last":
-            yield packed("weight", linear.weight, packed_size(linear.n, linear.k, linear.x.dtype))
+            size = self.groups * packed_size(linear.n, linear.k, linear.x.dtype)
+            yield packed("weight", linear.weight, size)
         elif kernel == "conv2d_planes":
             dtype = linear.x.dtype if multiplies_tiles(linear.x.dtype) else DTYPES[np.dtype(np.float32)]
             yield packed("weight", linear.weight, packed_size(linear.n, linear.k, dtype))
@@ -129,10 +131,10 @@ def conv2d(
         args.taps = address(taps)
         kept: tuple[object, ...] = (x, taps, bias, residual, out)
         name = "conv2d_depthwise_channels_last"
-    elif groups == 1 and x.dtype == weight.dtype:
+    elif x.dtype == weight.dtype:
         matrix = packed_weight.matrix
         pixels = pixel_rows(x)
-        if window.is_pointwise(x, out) and pixels is not None and matrix.k == x.shape[1]:
+        if groups == 1 and window.is_pointwise(x, out) and pixels is not None and matrix.k == x.shape[1]:
             product = linear_args(pixels, matrix, bias, added, activation, rows)
             if product is None:
                 return None
@@ -140,10 +142,11 @@ def conv2d(
             return prepare("linear", product, x, matrix, bias, residual, out)
         name = "conv2d_channels_last"
         if not is_channels_last(x):
-            if x.shape[1] > MOST_PLANES or x.dtype not in DTYPES:
+            if groups > 1 or x.shape[1] > MOST_PLANES or x.dtype not in DTYPES:
                 return None
             name, matrix = "conv2d_planes", packed_weight.planar_matrix
         args = _arguments(x, bias, added, rows, out, window)
+        args.groups, args.channels, args.linear.n = groups, weight.shape[1], weight.shape[0] // groups
         args.linear.weight, args.linear.k = address(matrix.data), matrix.k
         args.linear.x.size[3] = args.linear.x.stride[2] = matrix.k
         kept = (x, matrix, bias, residual, out)
@@ -178,7 +181,7 @@ def _arguments(
     window: Window,
 ) -> ChannelsLastArgs:
     """The argument block with the fields that all kernels have; `residual` and `rows` are matrices of pixels."""
-    args = ChannelsLastArgs(batch=x.shape[0], channels=x.shape[1], **window.fields())
+    args = ChannelsLastArgs(batch=x.shape[0], groups=1, channels=x.shape[1], **window.fields())
     args.linear = LinearArgs(operand(None), operand(bias), operand(residual), operand(rows))
     args.linear.n = out.shape[1]
     args.linear.x.data, args.linear.x.dtype = address(x), DTYPES[x.dtype]

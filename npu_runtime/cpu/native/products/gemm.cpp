@@ -4,10 +4,10 @@
 namespace npu {
 namespace {
 
-// Packed rows of x are interleaved, others `row_stride` values apart.
+// Packed rows of x are interleaved, others `row_stride` values apart. Each of `count` parts has `steps` steps.
 template <class W, int kRows, int kVecs, bool kPacked>
-void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w, int64_t steps, Sums sums,
-                   const Range& range) {
+void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride, const W* w, int64_t steps,
+                   Sums sums, const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
   constexpr int kStepBytes = kPanel * S::kWidth * sizeof(W);
@@ -19,6 +19,7 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kVecs; ++v) sum[0][r][v] = load(range.start + r * range.row_stride + v * range.vec_stride);
+  const typename S::X* x;
   const auto step = [&](Vec(&part)[kRows][kVecs]) __attribute__((always_inline)) {
     Vec panel[kVecs];
 #pragma GCC unroll 2
@@ -33,12 +34,15 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
     w += kPanel * S::kWidth;
     x += kStepOffset;
   };
-  int64_t s = 0;
-  for (; s + kChains <= steps; s += kChains) {
+  for (const auto* const* end = parts + count; parts != end; ++parts) {
+    x = *parts;
+    int64_t s = 0;
+    for (; s + kChains <= steps; s += kChains) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kChains; ++c) step(sum[c]);
+      for (int c = 0; c < kChains; ++c) step(sum[c]);
+    }
+    for (; s < steps; ++s) step(sum[0]);
   }
-  for (; s < steps; ++s) step(sum[0]);
   const Vec low = splat(range.low), high = splat(range.high);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
@@ -53,7 +57,7 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
 }
 
 template <class W>
-using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t, Sums, const Range&);
+using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Sums, const Range&);
 
 template <class W>
 struct Table {
@@ -141,20 +145,21 @@ NPU_PACK(f16, f16)
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs) {
-  kTable<W>.packed[vecs - 1][rows - 1](x, 0, panel, steps, sums, range);
+  kTable<W>.packed[vecs - 1][rows - 1](&x, 1, 0, panel, steps, sums, range);
 }
 template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
 template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
 template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, const Range&, int64_t);
 
 template <class W>
-void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, const Range& range, int64_t vecs) {
-  kTable<W>.unpacked[vecs - 1][rows - 1](x, row_stride, panel, steps, sums, range);
+void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
+                    const W* panel, int64_t steps, Sums sums, const Range& range, int64_t vecs) {
+  kTable<W>.unpacked[vecs - 1][rows - 1](parts, count, row_stride, panel, steps, sums, range);
 }
-#define NPU_UNPACKED(W) \
-  template void multiply_unpacked<W>(int64_t, const Step<W>::X*, int64_t, const W*, int64_t, Sums, const Range&, int64_t);
-NPU_UNPACKED(float)
-NPU_UNPACKED(bf16)
+#define NPU_PARTS(W)                                                                                                \
+  template void multiply_parts<W>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Sums,     \
+                                  const Range&, int64_t);
+NPU_PARTS(float)
+NPU_PARTS(bf16)
 
 }  // namespace npu

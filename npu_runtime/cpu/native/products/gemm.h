@@ -70,10 +70,16 @@ template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs = 2);
 
-// The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened.
+// The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened. Its columns
+// lie in `count` places, `parts`, of `steps` steps each.
+template <class W>
+void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
+                    const W* panel, int64_t steps, Sums sums, const Range& range, int64_t vecs = 2);
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, const Range& range, int64_t vecs = 2);
+                       Sums sums, const Range& range, int64_t vecs = 2) {
+  multiply_parts<W>(rows, &x, 1, row_stride, panel, steps, sums, range, vecs);
+}
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {

@@ -72,9 +72,12 @@ void gate(const LinearArgs& a, const float* row) {
 
 namespace {
 
-// Whether many rows of x are multiplied where they are: interleaving them would only bring them closer together.
+// Whether many rows of x are multiplied where they are, in whole steps: interleaving them would only bring them closer
+// together.
 template <class W>
-constexpr bool kReadsInPlace = std::is_same_v<W, float>;
+bool reads_in_place(const LinearArgs& a) {
+  return std::is_same_v<typename Step<W>::X, W> && a.k % Step<W>::kWidth == 0;
+}
 
 // The packed form of x: x itself where that already is one.
 template <class W>
@@ -118,9 +121,9 @@ void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows,
   });
 }
 
-// Many rows: a task is one panel and a range of row blocks.
+// Many rows: a task is one panel and a range of row blocks. `packed` is null where x is read in place.
 template <class W>
-void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlocks& blocks, int64_t steps) {
+void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const RowBlocks& blocks, int64_t steps) {
   using X = typename Step<W>::X;
   constexpr int kWidth = Step<W>::kWidth;
   constexpr int64_t kSlice = kSliceSteps<W>;
@@ -164,10 +167,13 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
               sums = {direct.out + row * a.out.stride[2] + panel * kPanel, a.out.stride[2]};
             }
           }
-          if constexpr (kReadsInPlace<W>)
-            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, sums, range, vecs);
-          else
-            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, sums, range, vecs);
+          if (packed) {
+            const X* x = packed + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth;
+            multiply<X>(rows, x, slice, count, sums, range, vecs);
+          } else if constexpr (std::is_same_v<X, W>) {
+            const X* x = reinterpret_cast<const X*>(a.x.data) + row * a.x.stride[2] + s0 * kWidth;
+            multiply_unpacked<X>(rows, x, a.x.stride[2], slice, count, sums, range, vecs);
+          }
           if (is_last && !is_direct) finish(a, tile, row, rows, panel * kPanel);
         }
       }
@@ -189,8 +195,7 @@ void linear(const LinearArgs& a) {
     }
     const RowBlocks blocks(a.x.size[2]);
     if (blocks.count == 1) return run_stream<W>(a, packed_x<W>(a, blocks, steps), blocks.rows, steps);
-    if constexpr (kReadsInPlace<W>) run_blocked<W>(a, reinterpret_cast<const W*>(a.x.data), blocks, steps);
-    else run_blocked<W>(a, packed_x<W>(a, blocks, steps), blocks, steps);
+    run_blocked<W>(a, reads_in_place<W>(a) ? nullptr : packed_x<W>(a, blocks, steps), blocks, steps);
   });
 }
 
