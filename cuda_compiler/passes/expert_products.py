@@ -56,7 +56,7 @@ def _with_sum(
     _, weights, *residual = call.inputs
     if readers[product.outputs[0].buffer] != 1 or not suits_sum(make, product, weights.shape[1]):
         return None
-    # Where the product before reads the same choice of experts, the kernel that makes it has ended when this one starts.
+    # Where the product before reads the same choice, the kernel that makes the choice has ended when this one starts.
     others = (*GATED_EXPERTS, *GATED_EXPERTS.values())
     reads_choice = len(before) > 1 and before[-2].kernel in others and experts in before[-2].inputs
     ahead = reads_choice and make.never_written(weight)
