@@ -39,7 +39,7 @@ using std::max, std::min;
 #define __align__(bytes) __attribute__((aligned(bytes)))
 struct Size { unsigned x, y, z; };
 static thread_local Size threadIdx;
-static Size blockIdx, gridDim;
+static Size blockIdx;
 static float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
@@ -61,13 +61,6 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int atomicAdd(int *to, int value) { return __sync_fetch_and_add(to, value); }
-static unsigned atomicInc(unsigned *at, unsigned last) {
-    const unsigned old = *at;
-    *at = old >= last ? 0 : old + 1;
-    return old;
-}
-static void __threadfence() {}
-template <typename T> T __ldcg(const T *at) { return *at; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 """
@@ -139,7 +132,6 @@ static void run_block(void **operands, unsigned threads) {
 """
 _LAUNCH = """
 extern "C" __attribute__((visibility("default"))) void launch(void **operands, const unsigned *grid, unsigned threads) {
-    gridDim = {grid[0], grid[1], grid[2]};
     for (unsigned z = 0; z < grid[2]; z++) {
         for (unsigned y = 0; y < grid[1]; y++) {
             for (unsigned x = 0; x < grid[0]; x++) {
