@@ -3,6 +3,9 @@
 // matrix, by all terms or, where `splits` warps of a block share the tile, by some of them. A tile makes 16 columns of the result or,
 // where the first half of a matrix gates the second, 8: it has eight rows of each half.
 //
+// E1. The next kernel may start when the weights have been read. Its blocks take the places that are free: before, these would be on
+//     the multiprocessors that have fewest of this kernel's blocks or are done first, so that some would have two and others none.
+//
 // Where there are fewer rows than experts, a row has blocks of its own, which stop if an earlier row has the same expert. Otherwise an
 // expert has, and so has that which stands for none, whose rows are 0.
 
@@ -104,7 +107,8 @@ struct Shared {
     float sums[warps][held][16];
 };
 
-KERNEL(expert_tiles) {
+WAITING_KERNEL(expert_tiles) {
+    wait_for_inputs();
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, p = threadIdx.x % 4;
     const int job = int(blockIdx.x / blocks);
@@ -141,6 +145,7 @@ KERNEL(expert_tiles) {
                     batch.multiply_into(sums);
                 }
             }
+            let_next_kernel_start();  // E1
             __syncthreads();
 #pragma unroll
             for (int fragment = 0; fragment < fragments; fragment++) {
@@ -248,7 +253,8 @@ struct Batch {
     }
 };
 
-KERNEL(quantized_expert_tiles) {
+WAITING_KERNEL(quantized_expert_tiles) {
+    wait_for_inputs();
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, p = threadIdx.x % 4;
     const int job = int(blockIdx.x / blocks);
@@ -289,6 +295,7 @@ KERNEL(quantized_expert_tiles) {
                     batch.multiply_into(totals, shared, count - done, place);
                 }
             }
+            let_next_kernel_start();  // E1
 #pragma unroll
             for (int row = 0; row < held; row++) {
 #pragma unroll
