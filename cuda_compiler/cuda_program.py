@@ -40,7 +40,10 @@ class LaunchKind(StrEnum):
     COOPERATIVE = "cooperative"
     """A kernel whose blocks all run at the same time; it starts when the preceding kernel has ended."""
     RESIDENT = "resident"
-    """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
+    """A cooperative kernel: one block on every multiprocessor, and the operands in one struct.
+
+    It may start before the preceding kernel ends, as an overlapping one.
+    """
     PEER_COPY = "peer_copy"
     """A kernel, followed by copies from other GPUs on a second stream, which run while later calls compute."""
     AFTER_COPIES = "after_copies"

@@ -14,6 +14,7 @@ from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
+from cuda_compiler.passes.expert_products import join_expert_products
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
@@ -70,6 +71,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("read_unwidened_keys", read_unwidened_keys),
         ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
+        specializing(join_expert_products),
         specializing(join_rotary_updates),
         specializing(generate_prologue),
         specializing(join_rounding),

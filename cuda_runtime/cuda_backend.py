@@ -377,7 +377,7 @@ class CUDABackend(Backend):
     ) -> CUDALaunch:
         """A cooperative launch: one block on every multiprocessor, with all the shared memory that a block may have.
 
-        The kernel's only parameter is a struct with all operands.
+        The kernel's only parameter is a struct with all operands. It may start before the preceding kernel has ended.
         """
         block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
@@ -389,17 +389,14 @@ class CUDABackend(Backend):
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = np.array([arguments.ctypes.data], np.uint64)
-        start = partial(
-            self._device.driver.launchCooperativeKernel,
-            function.ptr,
-            int(properties["multiProcessorCount"]),
-            1,
-            1,
-            *block,
-            shared,
-            self._device.stream.ptr,
-            places.ctypes.data,
-        )
+        grid = (int(properties["multiProcessorCount"]), 1, 1)
+        stream, pointers = self._device.stream.ptr, places.ctypes.data
+        start: Callable[[], object]
+        if self._device.arch >= 90:
+            start = overlapping_launch(function.ptr, grid, block, shared, stream, pointers, cooperative=True)
+        else:
+            start_together = self._device.driver.launchCooperativeKernel
+            start = partial(start_together, function.ptr, *grid, *block, shared, stream, pointers)
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
     def _function(self, call: KernelCall, threads: int, shared: int) -> Any:

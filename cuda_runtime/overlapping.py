@@ -14,7 +14,7 @@ from typing import Any
 from cuda_runtime.cuda_device import load_driver
 from npu_compiler.errors import DeviceError
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -45,18 +45,27 @@ def _driver() -> Any:
 
 
 def overlapping_launch(
-    function: int, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, arguments: int
+    function: int,
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared: int,
+    stream: int,
+    arguments: int,
+    cooperative: bool = False,
 ) -> Callable[[], None]:
     """A function that enqueues a kernel so that it may start before the preceding kernel has ended.
 
     Args:
         function, stream: Handles of the driver.
         arguments: Address of the array of pointers to the kernel's arguments.
+        cooperative: Whether all blocks must run at the same time.
     """
-    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1
+    names = [_PROGRAMMATIC_STREAM_SERIALIZATION, *([_COOPERATIVE] if cooperative else [])]
+    attributes = (_Attribute * len(names))(*map(_Attribute, names))
+    for attribute in attributes:
+        attribute.value[0] = 1
     configuration = _Configuration(
-        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, stream, ctypes.pointer(attribute), 1
+        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, stream, attributes, len(names)
     )
     launch = _driver().cuLaunchKernelEx
 

@@ -1,11 +1,15 @@
 """Rules of mixture-of-experts products, whose tokens choose their weights.
 
 Tensor cores compute all rows of an expert together, so that its matrix is read once. What they do not take (float32,
-rows that are not whole vectors) has a warp for each result.
+rows that are not whole vectors) has a warp for each result. `passes/expert_products.py` makes products with a gate and
+weighted sums of products, for tensor cores only.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from cuda_compiler.rules.gates import GATED_EXPERTS
 from cuda_compiler.rules.quantized import code_pack
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
@@ -13,11 +17,13 @@ from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
 
 _FILE = "matmul/expert_tiles.cu"
 _WARPS = 8
 _WIDEST = 16  # bytes of one access
-_TILE_WARPS, _TILE_COLUMNS = 4, 16
+_TILE_WARPS, _TILE_ROWS = 4, 16
+_MOST_SUM_WARPS = 16
 _FILLING_WARPS = 16 * MULTIPROCESSORS
 _FEWEST_PIECES = 8  # of a warp: two batches
 _PIECE_TERMS = 32
@@ -33,18 +39,72 @@ _SPAN_SCALE_BYTES = 8
 
 
 def _dense(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    x, weight = call.inputs[:2]
-    pack = min(min(vector_width(view), _WIDEST // itemsize(view.dtype)) for view in (x, weight))
+    return [_dense_tiles(make, call)] if suits_tiles(make, call) else _per_warp(make, call, _dense_pack(call))
+
+
+def _dense_pack(call: KernelCall) -> int:
+    """Number of elements of one access to x and to a row of the weight."""
+    pack = min(min(vector_width(view), _WIDEST // itemsize(view.dtype)) for view in call.inputs[:2])
     while call.params["k"] % pack:
         pack //= 2
-    if pack == _WIDEST // 2 and make.gpu.multiplies_bfloat16 and x.dtype == weight.dtype and x.dtype in HALF_DTYPES:
-        return [_dense_tiles(make, call)]
-    return _per_warp(make, call, pack)
+    return pack
+
+
+def suits_tiles(make: Specializer, call: KernelCall) -> bool:
+    """Whether tensor cores can compute a product by experts."""
+    if "codes" in call.params:
+        return _held_rows_of_codes(make, call) > 0
+    x, weight = call.inputs[:2]
+    is_half = x.dtype == weight.dtype and x.dtype in HALF_DTYPES
+    return is_half and make.gpu.multiplies_bfloat16 and _dense_pack(call) == _WIDEST // 2
+
+
+def suits_sum(make: Specializer, call: KernelCall, choices: int) -> bool:
+    """Whether one kernel should compute a dense product by experts and the weighted sum of each `choices` rows.
+
+    It reads an expert's matrix for each of its rows, so few rows may have the same expert.
+    """
+    rows = call.outputs[0].shape[0]
+    apart = rows == choices or rows * _ALONE <= call.params["e"]
+    return "codes" not in call.params and choices <= _MOST_SUM_WARPS and apart and suits_tiles(make, call)
 
 
 def _quantized(make: Specializer, call: KernelCall) -> list[KernelCall]:
     held = _held_rows_of_codes(make, call)
     return [_quantized_tiles(make, call, held)] if held else _per_warp(make, call, code_pack(call))
+
+
+def _gated(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """The call of a product whose result's first half, activated, is multiplied with the second half."""
+    (product,) = (name for name, gated in GATED_EXPERTS.items() if gated == call.kernel)
+    return RULES[product](make, replace(call, kernel=product))
+
+
+def _sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """The call of a weighted sum of products by experts."""
+    named = iter(call.inputs)
+    inputs: dict[str, View | None] = {name: next(named) for name in ("x", "weight", "experts", "weights")}
+    inputs |= {name: next(named) if call.params[f"has_{name}"] else None for name in ("bias", "residual")}
+    (rows, columns), choices = call.outputs[0].shape, call.inputs[3].shape[1]
+    pieces, splits = groups(call.params["k"], _PIECE_TERMS), 1
+    while 2 * splits * choices <= _MOST_SUM_WARPS and pieces // (2 * splits) >= _FEWEST_PIECES:
+        splits *= 2
+    return [
+        make.kernel(
+            replace(call, kernel="expert_matmul_kernel"),
+            "matmul/expert_sum.cu",
+            function="expert_sum",
+            inputs=inputs,
+            outputs={"out": call.outputs[0]},
+            grid=(groups(columns, _TILE_ROWS), rows, 1),
+            block=(choices * splits * WARP, 1, 1),
+            constants={
+                "splits": splits,
+                "unrolled": _unrolled(groups(pieces, splits), 4),
+                "ahead": call.params["ahead"],
+            },
+        )
+    ]
 
 
 def _per_warp(make: Specializer, call: KernelCall, pack: int) -> list[KernelCall]:
@@ -76,10 +136,15 @@ def _splits(call: KernelCall, steps: int, fewest: int) -> int:
         fewest: Smallest number of steps of one warp.
     """
     rows, columns = call.outputs[0].shape
-    tiles, splits = min(rows, call.params["e"]) * groups(columns, _TILE_COLUMNS), 1
+    tiles, splits = min(rows, call.params["e"]) * groups(columns, _tile_columns(call)), 1
     while splits < _TILE_WARPS and tiles * splits < _FILLING_WARPS and steps // (2 * splits) >= fewest:
         splits *= 2
     return splits
+
+
+def _tile_columns(call: KernelCall) -> int:
+    """Number of columns that a tile makes; in a product with a gate, half of its rows are gates."""
+    return _TILE_ROWS // 2 if "activation" in call.params else _TILE_ROWS
 
 
 def _unrolled(steps: int, most: int) -> int:
@@ -116,7 +181,7 @@ def _held_rows_of_codes(make: Specializer, call: KernelCall) -> int:
     padding = 4 * 2 * _TILE_WARPS  # spans
     while held:
         staged = held * (k // span + padding) * (2 * span + _SPAN_SCALE_BYTES)
-        shared = staged + 4 * min(rows, _LISTED_ROWS) + _TILE_WARPS * held * _TILE_COLUMNS * 4
+        shared = staged + 4 * min(rows, _LISTED_ROWS) + _TILE_WARPS * held * _TILE_ROWS * 4
         if shared <= _STATIC_SHARED - 64:
             return held
         held //= 2
@@ -126,7 +191,7 @@ def _held_rows_of_codes(make: Specializer, call: KernelCall) -> int:
 def _tiles(
     make: Specializer, call: KernelCall, function: str, held: int, splits: int, unrolled: int, min_blocks: int
 ) -> KernelCall:
-    """The call of a kernel whose warps make 16 columns of an expert's rows each.
+    """The call of a kernel whose warps make a tile's columns of an expert's rows each.
 
     Args:
         held: Rows of an expert that a block computes at a time.
@@ -141,7 +206,7 @@ def _tiles(
         call,
         _FILE,
         function=function,
-        grid=(jobs * groups(columns, _TILE_COLUMNS * (_TILE_WARPS // splits)), 1, 1),
+        grid=(jobs * groups(columns, _tile_columns(call) * (_TILE_WARPS // splits)), 1, 1),
         block=(_TILE_WARPS * WARP, 1, 1),
         constants={"held": held, "splits": splits, "unrolled": unrolled},
         min_blocks=min_blocks,
@@ -185,6 +250,8 @@ def _weighted_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
 RULES: dict[str, Rule] = {
     "expert_matmul_kernel": _dense,
     "quantized_expert_matmul_kernel": _quantized,
+    **dict.fromkeys(GATED_EXPERTS.values(), _gated),
+    "expert_sum": _sum,
     "route": _route,
     "weighted_sum": _weighted_sum,
 }

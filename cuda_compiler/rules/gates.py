@@ -17,7 +17,16 @@ GATED = {
 }
 
 
-def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> KernelCall | None:
+# The same of products by experts.
+GATED_EXPERTS = {
+    "expert_matmul_kernel": "gated_expert_matmul",
+    "quantized_expert_matmul_kernel": "quantized_gated_expert_matmul",
+}
+
+
+def with_gate(
+    product: KernelCall, call: KernelCall, readers: Counter[str], gated: Mapping[str, str] = GATED
+) -> KernelCall | None:
     """The product fused with its gate: `call` multiplies the product's activated first half with its second half.
 
     None unless `call` is such a gate and the only reader of the product, which has no activation or residual of its
@@ -25,13 +34,14 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
 
     Args:
         readers: Buffer → how many operands of calls and program outputs read it.
+        gated: The products that can have a gate, each with its name with one.
     """
     decl, out = elementwise_kernel(call), product.outputs[0]
     activation = GATES.get(decl.op.name) if decl is not None else None
     if (
         activation is None
-        or product.kernel not in GATED
-        or product.params["activation"] != "none"
+        or product.kernel not in gated
+        or product.params.get("activation", "none") != "none"
         or product.params.get("has_residual")
         or len(call.inputs) != 2
         or out.shape[1] % 2
@@ -40,12 +50,12 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
     ):
         return None
     half = out.shape[1] // 2
-    gated = call.outputs[0].reshape((out.shape[0], half)) if call.outputs[0].numel == out.shape[0] * half else None
-    if gated is None or gated.dtype != out.dtype or gated.buffer == product.inputs[0].buffer:
+    result = call.outputs[0].reshape((out.shape[0], half)) if call.outputs[0].numel == out.shape[0] * half else None
+    if result is None or result.dtype != out.dtype or result.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
-    kernel = GATED[product.kernel]
-    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(gated,), params=params, flops=product.flops)
+    kernel = gated[product.kernel]
+    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(result,), params=params, flops=product.flops)
 
 
 def reads_halves(call: KernelCall, product: View) -> bool:

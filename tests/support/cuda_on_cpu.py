@@ -72,6 +72,7 @@ _ASSEMBLY = {
     "cvt.f32.f16": "_Float16 half; std::memcpy(&half, &value, 2); result = float(half);",
     "cvt.rn.f16.f32": "const _Float16 half = _Float16(value); std::memcpy(&result, &half, 2);",
     "ex2.approx": "result = exp2f(a);",
+    "rcp.approx": "result = 1.0f / (1.0f + near_exp2(-1.44269504f * a));",
     "ld.global.nc.L1::no_allocate.v4": "std::memcpy(&words, data, 16);",
     "bar.sync %0": "cpu_meet(2 + threadIdx.x / (WARP * team), WARP * team);",
 }

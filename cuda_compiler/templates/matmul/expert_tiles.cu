@@ -1,6 +1,10 @@
 // Products of rows with the matrices of the experts that they are routed to, by tensor cores. All rows of an expert are computed by
-// the same blocks, `held` at a time, so that its matrix is read once where it has no more. A warp makes 16 columns of the result,
-// from all terms or, where `splits` warps of a block share the columns, from some of them.
+// the same blocks, `held` at a time, so that its matrix is read once where it has no more. A warp multiplies a tile of 16 rows of the
+// matrix, by all terms or, where `splits` warps of a block share the tile, by some of them. A tile makes 16 columns of the result or,
+// where the first half of a matrix gates the second, 8: it has eight rows of each half.
+//
+// E1. The next kernel may start when the weights have been read. Its blocks take the places that are free: before, these would be on
+//     the multiprocessors that have fewest of this kernel's blocks or are done first, so that some would have two and others none.
 //
 // Where there are fewer rows than experts, a row has blocks of its own, which stop if an earlier row has the same expert. Otherwise an
 // expert has, and so has that which stands for none, whose rows are 0.
@@ -11,9 +15,18 @@ using Half = X::type;
 #include "common/stream_pack.cuh"
 
 constexpr int warps = THREADS / WARP;
-constexpr int tiles = warps / splits;  // of a block, 16 columns each
+#where activation
+constexpr bool gated = true;
+#elsewhere
+constexpr bool gated = false;
+__device__ __forceinline__ float activate(float value) { return value; }
+#end
+constexpr int halves = gated ? 2 : 1;
+constexpr int tile_columns = 16 / halves;
+constexpr int tiles = warps / splits;  // of a block
 constexpr index_t columns = Out::size(1);
-constexpr index_t blocks = (columns + 16 * tiles - 1) / (16 * tiles);  // of an expert
+constexpr index_t block_columns = tile_columns * tiles;
+constexpr index_t blocks = (columns + block_columns - 1) / block_columns;  // of an expert
 constexpr int rows = int(Out::size(0));
 constexpr int shared_by = rows / int(X::size(0));
 constexpr int listed = smaller(rows, 2048);  // rows that are looked through at a time
@@ -27,6 +40,13 @@ struct OwnRows {
 __device__ __forceinline__ unsigned expert_of(const Experts::type *experts, int row) {
     const unsigned expert = unsigned(experts[Experts::offset(row)]);
     return expert < param::e ? expert : param::e;
+}
+
+// The row of a matrix that is row `place` of one half of the tile that makes the columns from `first` on. Behind the last column any
+// will do.
+__device__ __forceinline__ index_t matrix_row(index_t first, int place, int half) {
+    const index_t column = first + place + (gated ? 0 : 8 * half);
+    return (column < columns ? column : columns - 1) + (gated ? half * columns : 0);
 }
 
 // Lists those of the rows from `first` on that have this expert, in any order. Returns their number, or 0 if one is before `own`.
@@ -54,100 +74,51 @@ __device__ __forceinline__ void store_rows(
     const float (&sums)[warps][held][16], const int *list, int count, unsigned expert, index_t first_column,
     const Bias::type *bias, Out::type *out
 ) {
-    for (int result = threadIdx.x; result < held * 16 * tiles; result += THREADS) {
-        const int i = result / (16 * tiles), own = result % (16 * tiles);
+    for (int result = threadIdx.x; result < held * int(block_columns); result += THREADS) {
+        const int i = result / int(block_columns), own = result % int(block_columns);
         const index_t column = first_column + own;
         if (i >= count || column >= columns) {
             continue;
         }
-        float sum = 0.0f;
+        float values[halves] = {};
         if (expert < param::e) {
 #pragma unroll
-            for (int part = 0; part < splits; part++) {
-                sum += sums[own / 16 * splits + part][i][own % 16];
-            }
-            if constexpr (Bias::present) {
-                sum += to_float(bias[index_t(expert) * Bias::stride(0) + column * Bias::stride(1)]);
+            for (int half = 0; half < halves; half++) {
+#pragma unroll
+                for (int part = 0; part < splits; part++) {
+                    values[half] += sums[own / tile_columns * splits + part][i][8 * half + own % tile_columns];
+                }
+                if constexpr (Bias::present) {
+                    const index_t place = (half * columns + column) * Bias::stride(1);
+                    values[half] += to_float(bias[index_t(expert) * Bias::stride(0) + place]);
+                }
             }
         }
-        out[Out::offset(index_t(list[i]) * columns + column)] = from<Out::type>(sum);
+        const float value = gated ? activate(values[0]) * values[halves - 1] : values[0];
+        out[Out::offset(index_t(list[i]) * columns + column)] = from<Out::type>(value);
     }
 }
 
 #kernel expert_tiles
-constexpr int fragments = held / 8;
-constexpr int pieces = (int(param::k) + 31) / 32;  // of 32 terms, eight for each of four lanes
-constexpr bool is_whole = pieces % (splits * unrolled) == 0 && param::k % 32 == 0;
+#include "matmul/expert_batch.cuh"
 
 struct Shared {
     OwnRows rows;
     float sums[warps][held][16];
 };
 
-// Some pieces of two rows of the weight and of the rows of x. Lane 4g + p has rows g and g + 8 of the weight and row g of each eight
-// rows of x, and of a piece's terms eight from 8p on: in whichever order the tensor cores take them, it is the same for both.
-struct Batch {
-    Words weights[unrolled][2];
-    Words x[unrolled][fragments];
-
-    __device__ __forceinline__ static bool exists(int at) { return is_whole || at < int(param::k); }
-
-    __device__ __forceinline__ void load_weights(const Half *const (&from)[2], int first) {
-#pragma unroll
-        for (int i = 0; i < unrolled; i++) {
-            const int at = 32 * (first + i) + 8 * (threadIdx.x % 4);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                weights[i][half] = Words{};
-                if (exists(at)) {
-                    const auto read = stream_pack<8>(from[half] + at);
-                    weights[i][half] = *reinterpret_cast<const Words *>(&read);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void load_x(const Half *const (&from)[fragments], int first) {
-#pragma unroll
-        for (int i = 0; i < unrolled; i++) {
-            const int at = 32 * (first + i) + 8 * (threadIdx.x % 4);
-#pragma unroll
-            for (int fragment = 0; fragment < fragments; fragment++) {
-                x[i][fragment] = load_words(from[fragment] + at, from[fragment] != nullptr && exists(at));
-            }
-        }
-    }
-
-    __device__ __forceinline__ void multiply_into(float (&sums)[fragments][4]) const {
-#pragma unroll
-        for (int i = 0; i < unrolled; i++) {
-            const Words &top = weights[i][0], &bottom = weights[i][1];
-#pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-#pragma unroll
-                for (int fragment = 0; fragment < fragments; fragment++) {
-                    const Words &own = x[i][fragment];
-                    multiply(
-                        sums[fragment], top.at[j], bottom.at[j], top.at[j + 1], bottom.at[j + 1], own.at[j], own.at[j + 1]
-                    );
-                }
-            }
-        }
-    }
-};
-
-KERNEL(expert_tiles) {
+WAITING_KERNEL(expert_tiles) {
+    wait_for_inputs();
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, p = threadIdx.x % 4;
     const int job = int(blockIdx.x / blocks);
-    const index_t block_column = blockIdx.x % blocks * (16 * tiles);
+    const index_t block_column = blockIdx.x % blocks * block_columns;
     const unsigned expert = by_rows ? expert_of(experts, job) : unsigned(job);
     const Half *from[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const index_t column = block_column + warp / splits * 16 + g + 8 * half;
         from[half] = weight + index_t(expert < param::e ? expert : 0) * Weight::stride(0)
-            + (column < columns ? column : columns - 1) * Weight::stride(1);
+            + matrix_row(block_column + warp / splits * tile_columns, g, half) * Weight::stride(1);
     }
     const int begin = warp % splits * unrolled;
     Batch batch;
@@ -174,6 +145,7 @@ KERNEL(expert_tiles) {
                     batch.multiply_into(sums);
                 }
             }
+            let_next_kernel_start();  // E1
             __syncthreads();
 #pragma unroll
             for (int fragment = 0; fragment < fragments; fragment++) {
@@ -281,17 +253,18 @@ struct Batch {
     }
 };
 
-KERNEL(quantized_expert_tiles) {
+WAITING_KERNEL(quantized_expert_tiles) {
+    wait_for_inputs();
     __shared__ Shared shared;
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, p = threadIdx.x % 4;
     const int job = int(blockIdx.x / blocks);
-    const index_t block_column = blockIdx.x % blocks * (16 * tiles);
+    const index_t block_column = blockIdx.x % blocks * block_columns;
     const unsigned expert = by_rows ? expert_of(experts, job) : unsigned(job);
     index_t own[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const index_t column = block_column + warp / splits * 16 + g + 8 * half;
-        own[half] = index_t(expert < param::e ? expert : 0) * columns + (column < columns ? column : columns - 1);
+        own[half] = index_t(expert < param::e ? expert : 0) * (halves * columns)
+            + matrix_row(block_column + warp / splits * tile_columns, g, half);
     }
     const int begin = warp % splits * unrolled;
     Batch batch;
@@ -322,6 +295,7 @@ KERNEL(quantized_expert_tiles) {
                     batch.multiply_into(totals, shared, count - done, place);
                 }
             }
+            let_next_kernel_start();  // E1
 #pragma unroll
             for (int row = 0; row < held; row++) {
 #pragma unroll

@@ -1,9 +1,14 @@
 // A resident kernel: one block on every multiprocessor goes through the steps of a program. `resident/source.py` fills in what
 // has a dollar sign: the program's tables, the code of its phases, and the calls of these by number.
+//
+// Invariant
+// I25. The kernel may start while the one before it still runs. Until that has ended, only the fetching warp accesses the GPU's
+//      memory, since the weights are constants (I4): the other warps begin with `begin_in_turn`.
 
 #define COMPUTING_THREADS ${threads}
 ${index_type}
 #include "common/common.cuh"
+#include "common/overlap.cuh"
 
 ${constants}
 
@@ -30,6 +35,7 @@ static_assert(
 
 // The job of the computing warps.
 __device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
+    begin_in_turn();  // I25
     Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));
     for (; grid.step < STEPS; grid.step++) {
         queue.wait();
@@ -75,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     give_registers<OTHERS_REGISTERS>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
-        case 1: run_barrier_warp(operands.at[GRID_MEMORY], Progress(ring.progress_place())); break;
-        case 2: prefetch(queue, operands); break;
+        case 1: begin_in_turn(); run_barrier_warp(operands.at[GRID_MEMORY], Progress(ring.progress_place())); break;
+        case 2: begin_in_turn(); prefetch(queue, operands); break;
     }
 #else
     __trap();  // no GPU before sm_80 has the shared memory to be given this kernel
