@@ -9,17 +9,23 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from cuda_on_cpu import EmulatedBackend
+from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
 from metal_cases.reduce import FLOAT_OPS, INDEX_OPS, LOGICAL_OPS, reduction
 from metal_harness import Case, T, call_of, run_case
+from torch import nn
+from torch_ir import extract_ir
 
-from cuda_compiler import GPU
+import npu_compiler
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import contiguous_strides
+from npu_runtime import Executor, NPUBuffer, load_weights
 
 OPS = (*FLOAT_OPS, *INDEX_OPS, *LOGICAL_OPS, "prod")
 
@@ -107,6 +113,42 @@ def test_reduced_dimensions_are_walked_in_their_order_in_memory_unless_it_matter
     assert walk_of("max", x, 3)[0] == 8
     (call,), _ = calls_of(reduction("argmax", "ordered", x, 3))
     assert call.inputs[0].strides == (480, 1, 30)
+
+
+class Split(nn.Module):
+    """A split attention: two halves of a convolution's maps, weighted by what their reduction over space says."""
+
+    def __init__(self, reduction: str, parts: int) -> None:
+        super().__init__()
+        self.reduce = getattr(torch, reduction)
+        self.first, self.last = nn.Conv2d(16, 32 * parts, 3), nn.Conv2d(32, 16, 1)
+        self.weigh, self.parts = nn.Linear(32, 32 * parts), parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = self.first(x).relu().unflatten(1, (self.parts, 32))
+        weights = self.weigh(self.reduce(maps, 1).mean((2, 3))).unflatten(1, (self.parts, 32, 1, 1)).softmax(1)
+        return self.last(self.reduce(maps * weights, 1))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "amax", "amin", "prod"])
+def test_split_attention_reads_its_maps_as_they_lie_and_writes_their_sum(reduction: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    parts = Random(seed).randint(2, 5)
+    module, x = Split(reduction, parts).eval(), torch.randn(3, 16, 9, 11)
+    ir = extract_ir(module, (x,), strict=False).to_dict()
+    options = npu_compiler.CompileOptions(compute_dtype="float16")
+    plan = npu_compiler.compile(ir, CUDACodegenTarget(), options).plan
+    kernels = [call.kernel for call in plan.calls]
+    assert not [name for name in kernels if name in (f"{reduction}_kernel", "max_kernel", "min_kernel")]
+    joined = [call for call in plan.calls if call.kernel.startswith("fused_") and len(call.inputs) == 2 * parts]
+    assert [call.outputs[0].strides[-1] for call in joined] == [1]
+    assert {view.strides[-1] for view in joined[0].inputs} == {1}
+    program = npu_compiler.compile(ir, LaidOut(), npu_compiler.CompileOptions(compute_dtype="float32"))
+    backend = ReferenceBackend()
+    weights = load_weights(module.state_dict(), program, backend)
+    given = {program.input_specs[0].name: NPUBuffer.from_numpy(x.numpy(), backend, spec=program.input_specs[0])}
+    (result,) = Executor(program, backend).run(given, weights).values()
+    torch.testing.assert_close(torch.from_numpy(result.to_numpy()), module(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
