@@ -201,11 +201,12 @@ class KernelForm:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The mathematical definition of a convolution, for cuDNN: act(conv(x, weight) + bias + residual).
+    """The mathematical definition of a convolution: act(conv(x, weight) + bias + residual).
 
     Attributes:
         padding: Top, bottom, left, right.
         is_spread: Whether a window makes several pixels, as in transposed convolutions, which cuDNN is not asked for.
+        residual_last: Whether the residual is added behind the activation, for which cuDNN is not asked either.
     """
 
     stride: tuple[int, ...]
@@ -216,6 +217,7 @@ class Convolution:
     has_bias: bool
     has_residual: bool
     is_spread: bool = False
+    residual_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.routing import join_routing
+from cuda_compiler.passes.short_reductions import open_short_reductions
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
 from cuda_compiler.passes.widened_keys import read_unwidened_keys
@@ -55,6 +56,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         return stage.__name__, run
 
     return [
+        ("open_short_reductions", open_short_reductions),
         ("lay_channels_last", lay_channels_last),
         ("drop_copies", drop_copies),
         ("absorb_epilogues", absorb_epilogues),
@@ -96,19 +98,20 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     Given:  mul; add; softmax_kernel
     Result: fused_mul_add; a specialized softmax_kernel
 
-    Buffers that were only read inside one fused kernel disappear.
+    Buffers that were only read inside one fused kernel disappear. What rules compute of constants joins the prologue.
     """
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
     groups = join_neighbours(join_prologues(inline_reads(find_groups(plan.calls), private), private))
     calls = _generate(groups, plan, make, read_later)
-    touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
+    prologue = [*plan.prologue, *make.ahead]
+    touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
         for name, buffer in {**plan.buffers, **make.temporaries}.items()
         if buffer.kind not in ("arena", "persistent") or name in touched
     }
-    return replace(plan, calls=calls, buffers=buffers, sources=dict(make.sources))
+    return replace(plan, prologue=prologue, calls=calls, buffers=buffers, sources=dict(make.sources))
 
 
 def _generate(

@@ -31,6 +31,7 @@ from cuda_compiler.passes.transposed_convolutions import TRANSPOSED, as_convolut
 from cuda_compiler.rules.channel_packs import PACK
 from cuda_compiler.rules.conv import CONSTANT_WEIGHT
 from npu_compiler.graph.dtypes import BYTE_DTYPES, HALF_DTYPES, is_float
+from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.kernels import KERNELS, Family, KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
@@ -39,8 +40,8 @@ _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
 _GROUP_NORM = "groupnorm_kernel"
-_REDUCTIONS = ("mean_kernel", "sum_kernel", "norm_kernel", "max_kernel", "min_kernel")
-_OF_ANY_STRIDES = (*_REDUCTIONS, "pad_kernel", "flip_kernel", _GROUP_NORM)
+_REDUCTION_KERNELS = tuple(f"{name}_kernel" for name in REDUCTIONS)
+_OF_ANY_STRIDES = (*_REDUCTION_KERNELS, "pad_kernel", "flip_kernel", _GROUP_NORM)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:

@@ -1,7 +1,7 @@
 """Fuses element-wise calls into the products, convolutions and group norms that precede them, as their epilogue.
 
-Given:   y = matmul(x, w) + b;  z = gelu(y);  c = conv2d(u, v);  d = c + r
-Result:  z = gelu(matmul(x, w) + b);  d = conv2d(u, v) + r
+Given:   y = matmul(x, w) + b;  z = gelu(y);  c = conv2d(u, v);  d = leaky_relu(c, slope) + r
+Result:  z = gelu(matmul(x, w) + b);  d = leaky_relu(conv2d(u, v), slope) + r
 
 Fusions of the graph find these only where no node stands between the two. Here, the reshapes and transposes between
 them have become views, so that only memory counts: the element-wise call must walk the result in its order in memory.
@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.rules.channel_packs import single_pixels, single_taps
+from cuda_compiler.rules.conv import RESIDUAL_LAST
 from cuda_compiler.rules.matmul import VECTOR_ROWS
+from cuda_compiler.specialization.activations import activation_of
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.program.elementwise import ACTIVATION_OF, elementwise_kernel
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
@@ -102,17 +104,14 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     if len(own) != 1 or not _is_run(own[0], product.numel) or own[0].offset != product.offset:
         return None
     target = replace(product, buffer=out.buffer, offset=out.offset)
-    activation = ACTIVATION_OF.get(decl.op.name)
-    params = call.params
-    if call.kernel != _GROUP_NORM and (params["activation"] != "none"):
-        return None
-    has_residual = bool(params.get("has_residual"))
-    if activation is not None and not others and list(after.params["scalars"]) == [None]:
-        if call.kernel in _PRODUCTS and has_residual or "activation" in params and params["activation"] != "none":
+    activation, params = activation_of(after), call.params
+    has_residual, is_activated = bool(params.get("has_residual")), params.get("activation", "none") != "none"
+    if activation is not None:
+        if is_activated or has_residual and (call.kernel in _PRODUCTS or RESIDUAL_LAST in params):
             return None
         return replace(call, outputs=(target,), params={**params, "activation": activation}, node=after.node)
     adds = decl.op.name == "add" and list(after.params["scalars"]) == [None, None] and len(others) == 1
-    if not adds or has_residual or call.kernel == _GROUP_NORM:
+    if not adds or has_residual or call.kernel == _GROUP_NORM or is_activated and call.kernel in _PRODUCTS:
         return None
     (other,) = others
     if other.dtype != product.dtype or not _is_run(other, product.numel):
@@ -124,7 +123,7 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
         call,
         inputs=(*call.inputs, residual),
         outputs=(target,),
-        params={**params, "has_residual": 1},
+        params={**params, "has_residual": 1, **({RESIDUAL_LAST: 1} if is_activated else {})},
         node=after.node,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from cuda_compiler.specialization.c_text import geometry_text
 from cuda_compiler.specialization.gpu import CLUSTERS, GPU, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -342,8 +343,9 @@ def _survey(
 ) -> tuple[list[KernelCall], View | None]:
     """The call that classifies the mask's tiles (all masked, none masked, mixed), and the view of its result.
 
-    Later kernels skip tiles that are all masked. Layers with the same mask share one result, so there may be no call;
-    and both are absent if there is no mask, or the keys fit in one tile.
+    Later kernels skip tiles that are all masked. Layers with the same mask share one result, and the prologue computes
+    that of a constant mask, as a bias by relative positions is, so there may be no call. Both are absent if there is no
+    mask, or the keys fit in one tile.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
     if mask is None or k.shape[2] <= tile_keys:
@@ -354,20 +356,27 @@ def _survey(
     verdicts = make.cached(subject)
     if verdicts is not None:
         return [], verdicts
-    verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
+    shape = (*looks, groups(k.shape[2], tile_keys))
+    is_ahead = make.is_constant(mask) and not make.is_constant(operands.out)
+    verdicts = (make.constant if is_ahead else make.temporary)(call.node, shape, "int32")
+    others = {"q": operands.q, "k": k, "v": operands.v} if is_ahead else {}
     survey = make.kernel(
         call,
         "attention/attention_survey.cu",
         function="attention_survey",
-        inputs=operands.inputs,
+        inputs={name: view for name, view in operands.inputs.items() if name not in others},
         outputs={"verdicts": verdicts},
         grid=(prod(looks), 1, 1),
         block=(_SURVEY_THREADS, 1, 1),
         constants=constants,
+        definitions="\n".join(geometry_text(name, view) for name, view in others.items()),
         min_blocks=_SURVEY_MIN_BLOCKS,
     )
+    survey = replace(survey, flops=0, bytes_moved=distinct_bytes(mask))
     make.cache(subject, verdicts)
-    return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
+    if is_ahead:
+        make.ahead.append(survey)
+    return [] if is_ahead else [survey], verdicts
 
 
 def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:

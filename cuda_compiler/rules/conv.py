@@ -22,6 +22,8 @@ from npu_compiler.program.views import View
 
 # A parameter that `channels_last` adds: no call of a run writes the weight, so a kernel may prefetch it.
 CONSTANT_WEIGHT = "constant_weight"
+# A parameter that `absorb_epilogues` adds: the residual is added behind the activation.
+RESIDUAL_LAST = "residual_last"
 
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
@@ -62,6 +64,7 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
             has_bias=call.params["has_bias"],
             has_residual=call.params["has_residual"],
             is_spread="spread" in call.params,
+            residual_last=RESIDUAL_LAST in call.params,
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
     )

@@ -2,141 +2,148 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from cuda_compiler.rules.rows import MOST_WARPS, teams_for
+from cuda_compiler.rules.rows import MOST_WARPS
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import is_float, itemsize
 from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.views import collapse, numel
+from npu_compiler.program.views import View, collapse, numel
 
 _FEW_ROWS = 32
 _LONG_ROW = 16384
 _CHUNKS = 128  # blocks per long row
-_SUMS = {"sum_kernel": "sum_of_columns", "mean_kernel": "mean_of_columns", "norm_kernel": "norm_of_columns"}
-_FEW_ELEMENTS = 64 * 1024  # below which a thread's accesses do not matter
-_FEW_TERMS = 32
-_COLUMN_THREADS = 256
+_INDEXED = ("argmax_kernel", "argmin_kernel")  # whose results depend on the order of the reduced dimensions
+_THREADS = 256
+_FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
+_LINE = 128  # bytes side by side that threads should read together
+_LEAST_ACCESSES = 4  # of a thread, before more blocks share a result
+_MOST_RESULTS = 8  # of a thread, as registers allow
+_STATE_WORDS = 3  # the most that a thread knows of a result, in words of 32 bits
 
 
 @dataclass(frozen=True)
-class _Extreme:
-    """The kind of an extremum: the minimum or the maximum, and whether the result is its index."""
+class _Walk:
+    """The way in which threads walk the elements of a reduction (see `reduce.cu`).
 
-    least: bool
-    wants_index: bool
+    Attributes:
+        x, out: The operands, with the dimensions in their order in memory; the reduced ones of `x` come last.
+        kept: Number of kept dimensions.
+        along: Whether the innermost dimension in memory is a reduced one.
+        pack: Elements of an access.
+    """
+
+    x: View
+    out: View
+    kept: int
+    along: bool
+    pack: int
+
+    @property
+    def results(self) -> int:
+        """Number of results of a thread."""
+        return 1 if self.along else self.pack
+
+    @property
+    def items(self) -> int:
+        """Number of accesses to the elements of a result, without a last one that is not whole."""
+        count = numel(self.x.shape[self.kept :])
+        return count // self.pack if self.along else count
+
+    @property
+    def together(self) -> int:
+        """Number of threads that should read side by side: results beside each other, or elements of one result."""
+        inner = self.items if self.along else (self.x.shape[: self.kept] or (1,))[-1] // self.pack
+        return _power_of_two(max(1, min(inner, _LINE // (self.pack * itemsize(self.x.dtype)))))
 
 
-_EXTREMES = {
-    "max_kernel": _Extreme(least=False, wants_index=False),
-    "min_kernel": _Extreme(least=True, wants_index=False),
-    "argmax_kernel": _Extreme(least=False, wants_index=True),
-    "argmin_kernel": _Extreme(least=True, wants_index=True),
-}
+def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
+    """The walk over `x`, whose dimensions from `kept` on are reduced.
+
+    Dimensions are merged where possible, so that more calls share a kernel.
+
+    Args:
+        has_order: Whether the results depend on the order of the reduced dimensions.
+    """
+    lead = _outermost_first(x, range(kept))
+    inner = range(kept, x.rank) if has_order else _outermost_first(x, range(kept, x.rank))
+    of_lead = ([view[dim] for dim in lead] for view in (x.shape, x.strides, out.strides))
+    sizes, (x_steps, out_steps) = collapse(*of_lead)
+    reduced, (steps,) = collapse(*([view[dim] for dim in inner] for view in (x.shape, x.strides)))
+    along = bool(reduced and steps[-1]) and not (sizes and 0 < x_steps[-1] < steps[-1])
+    innermost = (reduced if along else sizes or [1])[-1]
+    order = (*sizes, *reduced), (*x_steps, *steps)
+    if not along:
+        order = (*reduced, *sizes), (*steps, *x_steps)
+    pack = min(vector_width(replace(x, shape=order[0], strides=order[1])), 16 // itemsize(x.dtype), _MOST_RESULTS)
+    while pack > 1 and innermost % pack and not (along and len(reduced) == 1 and innermost > pack):
+        pack //= 2
+    reduced, steps = (reduced, steps) if reduced else ([1], [1])
+    x = replace(x, shape=(*sizes, *reduced), strides=(*x_steps, *steps))
+    out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
+    return _Walk(x, out, len(sizes), along, pack if sizes or along else 1)
+
+
+def _outermost_first(view: View, dims: Iterable[int]) -> list[int]:
+    """The dimensions by their steps in memory, descending; those of equal elements first."""
+    return sorted(dims, key=lambda dim: -(view.strides[dim] or math.inf))
 
 
 def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """The call of a reduction, with one team of warps per output element.
+    """The call of a reduction, whose threads read neighbouring elements together, however the dimensions lie.
 
-    Dimensions are merged where possible, so that more calls share a kernel.
-    """
-    by_columns = _by_columns(make, call)
-    if by_columns is not None:
-        return [by_columns]
-    x, out = call.inputs[0], call.outputs[0]
-    kept = x.rank - call.params["reduce_dims"]
-    sizes, (x_steps, out_steps) = collapse(x.shape[:kept], x.strides[:kept], out.strides)
-    inner, (inner_steps,) = collapse(x.shape[kept:], x.strides[kept:])
-    inner, inner_steps = (inner, inner_steps) if inner else ([1], [1])
-    x = replace(x, shape=(*sizes, *inner), strides=(*x_steps, *inner_steps))
-    out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
-    call = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": len(inner)})
-    pack = min(vector_width(x), 16 // itemsize(x.dtype)) if len(inner) == 1 else 1
-    extreme = _EXTREMES.get(call.kernel)
-    long_rows = out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1] and inner[0] >= _LONG_ROW
-    if extreme is not None and long_rows:
-        return [_extreme_of_long_rows(make, call, extreme, pack)]
-    constants, grid, block = teams_for(out.numel, numel(inner) // pack)
-    return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
-
-
-def _by_columns(make: Specializer, call: KernelCall) -> KernelCall | None:
-    """The call of a sum whose results lie side by side as their elements do, so that a thread reads several at a time.
-
-    None for other reductions, where a reduced dimension is the contiguous one, and for few terms, of which a thread of
-    the general kernel sums all, beside the threads of the next results.
-    """
-    x, out = call.inputs[0], call.outputs[0]
-    kept = x.rank - call.params["reduce_dims"]
-    sums = call.kernel in _SUMS and (call.kernel != "norm_kernel" or call.params["order"] == 2.0)
-    beside = [dim for dim in range(x.rank) if x.shape[dim] > 1 and x.strides[dim] == 1]
-    if not sums or not is_float(x.dtype) or len(beside) != 1 or beside[0] >= kept or x.numel < _FEW_ELEMENTS:
-        return None
-    if numel(x.shape[kept:]) < _FEW_TERMS:
-        return None
-    (column,) = beside
-    lead = [dim for dim in range(kept) if dim != column]
-    shape, *strides = ([view[dim] for dim in lead] for view in (x.shape, x.strides, out.strides))
-    sizes, (x_steps, out_steps) = collapse(shape, *strides)
-    inner, (inner_steps,) = collapse(x.shape[kept:], x.strides[kept:])
-    width = x.shape[column]
-    packed = replace(x, shape=(*sizes, *inner, width), strides=(*x_steps, *inner_steps, 1))
-    pack = min(vector_width(packed), 16 // itemsize(x.dtype))
-    while width % pack:
-        pack //= 2
-    rows = numel(sizes)
-    columns = next((c for c in (8, 4) if rows * groups(width, c * pack) >= 2 * MULTIPROCESSORS), 2)
-    return make.kernel(
-        replace(call, params={**call.params, "reduce_dims": len(inner)}),
-        "reductions/columns.cu",
-        function=_SUMS[call.kernel],
-        inputs={"x": replace(x, shape=(*sizes, width, *inner), strides=(*x_steps, 1, *inner_steps))},
-        outputs={"out": replace(out, shape=(*sizes, width), strides=(*out_steps, out.strides[column]))},
-        grid=(rows * groups(width, columns * pack), 1, 1),
-        block=(_COLUMN_THREADS, 1, 1),
-        constants={"pack": pack, "columns": columns, "count": numel(inner)},
-    )
-
-
-def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:
-    """The call of an extremum with several blocks per row, since one would leave the rest of the GPU idle.
-
-    The block of a row that finishes last combines their results.
+    Each result is shared by as many threads, and blocks, as are needed to fill the GPU.
     """
     (x,), (out,) = call.inputs, call.outputs
-    x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
-    rows, width = x.shape
-    chunk = WARP * pack * groups(groups(width, _CHUNKS), WARP * pack)
-    chunks, warps = groups(width, chunk), min(chunk // pack // WARP, 8)
-    stem = call.outputs[0].buffer
-    outputs = {
-        "best": make.temporary(stem, (rows, chunks), "int32"),
-        "index": make.temporary(stem, (rows, chunks), "int32"),
-        "done": make.counters(stem, rows),
-        "out": out,
-    }
+    if not out.numel:
+        return []
+    walk = _walk(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
+    columns_of_all, items = out.numel // walk.results, walk.items
+    beside = 1 if walk.along else walk.together
+    walkers = max(groups(_FILLING, columns_of_all), walk.together if walk.along else 1)
+    walkers = min(_power_of_two(max(1, min(walkers, items))), _THREADS // beside)
+    columns = _THREADS // walkers
+    blocks, chunks = groups(columns_of_all, columns), 1
+    if walkers * beside == _THREADS and blocks < 2 * MULTIPROCESSORS:
+        chunks = min(groups(2 * MULTIPROCESSORS, blocks), groups(items, walkers * _LEAST_ACCESSES))
+    share = groups(items, chunks)
+    chunks = groups(items, share)
+    outputs: dict[str, View | None] = {"partial": None, "done": None, "out": walk.out}
+    if chunks > 1:
+        states = (blocks, chunks, columns * walk.results * _STATE_WORDS)
+        outputs["partial"] = make.temporary(out.buffer, states, "int32")
+        outputs["done"] = make.counters(out.buffer, blocks)
     constants = {
-        "chunk": chunk,
-        "pack": pack,
-        "least": extreme.least,
-        "wants_index": extreme.wants_index,
-        "team_warps": warps,
-        "team_lanes": WARP,
-        "teams": 1,
+        "kept_dims": walk.kept,
+        "along": walk.along,
+        "pack": walk.pack,
+        "columns": columns,
+        "walkers": walkers,
+        "chunks": chunks,
+        "share": share,
+        "most_words": _STATE_WORDS,
     }
-    return make.kernel(
-        call,
-        "reductions/long_rows.cu",
-        function="extreme_of_long_rows",
-        grid=(chunks, rows, 1),
-        block=(warps * WARP, 1, 1),
-        inputs={"x": x},
-        outputs=outputs,
-        constants=constants,
-    )
+    return [
+        make.kernel(
+            replace(call, params={**call.params, "reduce_dims": walk.x.rank - walk.kept}),
+            "reductions/reduce.cu",
+            inputs={"x": walk.x},
+            outputs=outputs,
+            grid=(blocks * chunks, 1, 1),
+            block=(_THREADS, 1, 1),
+            constants=constants,
+        )
+    ]
+
+
+def _power_of_two(count: int) -> int:
+    """The least power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from cuda_compiler.specialization.activations import op_of
 from cuda_compiler.specialization.sizes import WIDEST_VECTOR, Size3, vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES, as_int32
-from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, Elementwise
+from npu_compiler.program.elementwise import Elementwise
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import View, collapse
 
@@ -95,6 +96,11 @@ def _typed(name: str, value: bool | int | float) -> str:
     return f"int {name} = {int_text(value)}"
 
 
+def geometry_text(name: str, view: View) -> str:
+    """The C definitions for an operand of which a kernel needs the shape and the dtype, but no element."""
+    return _operand_struct(name, view) + f"constexpr const {TYPES[view.dtype]} *{name} = nullptr;\n"
+
+
 def _operand_struct(name: str, view: View | None) -> str:
     title = name[0].upper() + name[1:]
     if view is None:
@@ -162,8 +168,11 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bo
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
     for param, function in _FUNCTIONS.items():
         if param in params:
-            op = ELEMENTWISE[ACTIVATIONS.get(params[param], "copy")]
-            text += f"__device__ __forceinline__ float {function}(float a) {{ return {expression(op, rounds)}; }}\n"
+            op, attrs = op_of(params[param])
+            named = "".join(f"const float {name} = {float_text(value)}; " for name, value in attrs.items())
+            text += (
+                f"__device__ __forceinline__ float {function}(float a) {{ {named}return {expression(op, rounds)}; }}\n"
+            )
     return text
 
 
@@ -183,7 +192,7 @@ def _parameter(name: str, fmt: str, params: Mapping[str, Any]) -> list[str]:
         kind = f"{name.capitalize()}Kind"
         return [
             f"enum class {kind} {{ {', '.join(f'{each}_' for each in names)} }};",
-            f"constexpr {kind} {name} = {kind}::{params[name]}_;",
+            *([f"constexpr {kind} {name} = {kind}::{params[name]}_;"] if params[name] in names else []),
         ]
     kind, text = _LITERALS[fmt[-1]]
     value = params[name]

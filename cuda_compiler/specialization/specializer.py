@@ -42,6 +42,7 @@ class Specializer:
         gpu: The GPU that runs the kernels.
         sources: Source text by name, a hash of the text.
         temporaries: Buffers that the rules asked for, by name.
+        ahead: Calls that read only constants, which a rule moved to the end of the prologue.
         buffers: The program's own buffers, by name.
     """
 
@@ -49,6 +50,7 @@ class Specializer:
     buffers: Mapping[str, BufferAllocation] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
+    ahead: list[KernelCall] = field(default_factory=list)
     _names: dict[Any, str] = field(default_factory=dict)
     _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
 
@@ -57,6 +59,11 @@ class Specializer:
         buffer = self.buffers.get(view.buffer)
         return buffer is not None and buffer.kind in ("weight", "constant")
 
+    def is_constant(self, view: View) -> bool:
+        """Whether a view's buffer stays the same from run to run: a weight, a constant or a result of the prologue."""
+        buffer = self.buffers.get(view.buffer)
+        return buffer is not None and buffer.is_constant
+
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
         """A view of a new row-major arena buffer, for a value that passes from one kernel of a call to another.
 
@@ -64,6 +71,14 @@ class Specializer:
             stem: Beginning of the buffer's name.
         """
         return self._buffer(stem, "arena", shape, dtype)
+
+    def constant(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
+        """A view of a new row-major persistent buffer, for a result of a call in `ahead`.
+
+        Args:
+            stem: Beginning of the buffer's name.
+        """
+        return self._buffer(stem, "persistent", shape, dtype)
 
     def cached(self, subject: tuple[View, Hashable]) -> View | None:
         """The result that `cache` stored for a subject.

@@ -20,7 +20,7 @@ from cuda_cases import LONG_ORDERS, MANY_ROWS, TILED_ATTENTION, WARPGROUP_ATTENT
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
-from metal_harness import Case, call_of, finished
+from metal_harness import Case, T, call_of, finished
 from reference_kernels import reference_launch
 
 from cuda_compiler import GPU, CUDACodegenTarget
@@ -226,17 +226,40 @@ def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
     assert len(make.temporaries) == 1
 
 
-def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int, int]:
-    """Return the number of mask surveys in the prologue and in the calls of a program."""
+def surveyed(prologue: list[KernelCall], calls: list[KernelCall], constant: str = "") -> ExecutionPlan:
+    """Return the plan of a program in which `constant` is the name of a buffer that never changes."""
     buffers = {
-        view.buffer: BufferAllocation(view.buffer, kind, (math.prod(view.shape),), view.dtype)
+        view.buffer: BufferAllocation(
+            view.buffer, "constant" if view.buffer == constant else kind, (math.prod(view.shape),), view.dtype
+        )
         for kind, side in (("input", "inputs"), ("output", "outputs"))
         for call in (*prologue, *calls)
         for view in getattr(call, side)
     }
-    plan = finished(ExecutionPlan(prologue, calls, buffers, [], [], {}, {}, {}, {}), CUDACodegenTarget())
+    return finished(ExecutionPlan(prologue, calls, buffers, [], [], {}, {}, {}, {}), CUDACodegenTarget())
+
+
+def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int, int]:
+    """Return the number of mask surveys in the prologue and in the calls of a program."""
+    plan = surveyed(prologue, calls)
     first, rest = ([call.kernel for call in made].count("attention_survey") for made in (plan.prologue, plan.calls))
     return first, rest
+
+
+@pytest.mark.parametrize("shape", [(512, 2048), (197, 197)])
+def test_a_mask_of_weights_is_looked_at_once_for_all_runs(shape: tuple[int, int]) -> None:
+    queries, keys = shape
+    bias = T((1, 12, queries, keys), "float32")
+    case = attention_cases.attention("bias", queries, keys, 64, heads=(12, 12), mask=bias, batch=16)
+    calls = layers_of(case, 3)
+    mask = calls[0].inputs[-1].buffer
+    plan = surveyed([], calls, constant=mask)
+    (survey,) = plan.prologue
+    assert (survey.kernel, [view.buffer for view in survey.inputs]) == ("attention_survey", [mask])
+    assert plan.buffers[survey.outputs[0].buffer].kind == "persistent"
+    assert [call.inputs[-1] for call in plan.calls] == [survey.outputs[0]] * 3
+    cuda_toolchain.compile_sources([plan.sources[survey.source]])
+    assert surveys_of([], calls) == (0, 1)
 
 
 def test_a_mask_that_is_written_is_looked_at_again() -> None:

@@ -65,6 +65,13 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int atomicAdd(int *to, int value) { return __sync_fetch_and_add(to, value); }
+static unsigned atomicInc(unsigned *to, unsigned most) {  // blocks run one after the other
+    const unsigned before = *to;
+    *to = before >= most ? 0 : before + 1;
+    return before;
+}
+template <typename T> T __ldcg(const T *from) { return *from; }
+static void __threadfence() {}
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 """

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from cuda_compiler import CUDA_GPU, GPU
 from cuda_compiler.pipeline import cuda_stages
+from cuda_compiler.specialization.activations import op_of
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget, PlanStage
 from npu_runtime import Operand
 from npu_runtime.backend import Launch
 from npu_runtime.cpu.backend import CPUBackend, bind
+from npu_runtime.cpu.torch_kernels.elementwise import torch_function
 from npu_runtime.torch_arrays import view_tensor
 
 
@@ -30,17 +31,9 @@ class LaidOut(OpLevelTarget):
 
 
 def activated(x: torch.Tensor, name: str) -> torch.Tensor:
-    functions: dict[str, Any] = {
-        "none": lambda x: x,
-        "silu": F.silu,
-        "relu": F.relu,
-        "relu6": F.relu6,
-        "gelu": F.gelu,
-        "sigmoid": torch.sigmoid,
-        "hardsigmoid": F.hardsigmoid,
-        "hardswish": F.hardswish,
-    }
-    result: torch.Tensor = functions[name](x)
+    """Return the activation of a tensor, by its name in a call of the CUDA target."""
+    op, attrs = op_of(name)
+    result: torch.Tensor = x if name == "none" else torch_function(op.torch)(x, **attrs)
     return result
 
 
@@ -72,6 +65,8 @@ class ReferenceBackend(CPUBackend):
                 normed.copy_(activated(normed.float(), name))
 
             return then_activate
+        if "residual_last" in call.params or "(" in call.params.get("activation", ""):
+            return self._finished_apart(call, inputs, outputs)
         if call.kernel != "to_channels_last":
             return super().prepare(call, inputs, outputs)
         (x,), (out,) = (map(view_tensor, map(bind, operands)) for operands in (inputs, outputs))
@@ -87,6 +82,24 @@ class ReferenceBackend(CPUBackend):
             )
             out.zero_()
             out[:, : squares.shape[1]].copy_(squares)
+
+        return launch
+
+    def _finished_apart(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        """A product or convolution whose activation, or the residual behind that, is not one of the CPU device's."""
+        params, out = dict(call.params), view_tensor(bind(outputs[0]))
+        name, last = params["activation"], bool(params.pop("residual_last", 0))
+        params["activation"] = "none"
+        residual = view_tensor(bind(inputs[-1])) if last else None
+        if last:
+            params["has_residual"] = 0
+            call, inputs = replace(call, inputs=call.inputs[:-1]), inputs[:-1]
+        compute = super().prepare(replace(call, params=params), inputs, outputs)
+
+        def launch() -> None:
+            addend = 0.0 if residual is None else residual.float().clone()
+            compute()
+            out.copy_(activated(out.float(), name) + addend)
 
         return launch
 

@@ -49,17 +49,21 @@ WAITING_KERNEL(PACKED) {
 }
 
 #kernel direct_conv2d_kernel conv2d_kernel
-// act(value + bias + residual) in float, rounded once.
+// act(value + bias + residual) in float, rounded once; act(value + bias) + residual where that comes last.
 __device__ __forceinline__ float finish(
     float value, const Bias::type *bias, const Residual::type *residual, index_t channel, index_t residual_place
 ) {
     if constexpr (Bias::present) {
         value += to_float(bias[channel * Bias::stride(0)]);
     }
+#where residual_last
+    return activate(value) + to_float(residual[residual_place]);
+#elsewhere
     if constexpr (Residual::present) {
         value += to_float(residual[residual_place]);
     }
     return activate(value);
+#end
 }
 
 // An element of an input plane, zero in the padding around it; negative places are large unsigned ones.

@@ -13,7 +13,8 @@ __device__ __forceinline__ void add(float (&values)[count], const T *data) {
     }
 }
 
-// act(values + bias + residual) in float, rounded once, of channels side by side, which are moved in one access.
+// act(values + bias + residual) in float, rounded once, of channels side by side, which are moved in one access. Where the
+// residual comes last, act(values + bias) + residual.
 template <int count>
 __device__ __forceinline__ void finish(
     float (&values)[count], const Bias::type *bias, const Residual::type *residual, Out::type *out, unsigned image,
@@ -22,12 +23,18 @@ __device__ __forceinline__ void finish(
     if constexpr (Bias::present) {
         add(values, bias + channel * Bias::stride(0));
     }
+#where residual_last
+#elsewhere
     if constexpr (Residual::present) {
         add(values, residual + place<Residual>(image, channel, pixel));
     }
+#end
 #pragma unroll
     for (int i = 0; i < count; i++) {
         values[i] = activate(values[i]);
     }
+#where residual_last
+    add(values, residual + place<Residual>(image, channel, pixel));
+#end
     store_floats(out + place<Out>(image, channel, pixel), values);
 }

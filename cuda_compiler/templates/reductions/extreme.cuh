@@ -1,11 +1,6 @@
-// The greatest or the least of some values, and the first place that has it. After reduction.cuh.
+// The greatest or the least of some values, and the first place that has it.
 
 #include "common/ordered.cuh"
-
-template <bool first, typename A, typename B>
-struct Select { using type = A; };
-template <typename A, typename B>
-struct Select<false, A, B> { using type = B; };
 
 // The greatest key, or with `least` the least, and the first index that has it; T is float or int. The keys' complements
 // are in reverse order, so that only the greatest is ever sought.
@@ -14,23 +9,19 @@ struct Extreme {
     int best = int(0x80000000);
     unsigned index = 0xffffffffu;
 
-    // Places are handed in in ascending order.
-    __device__ __forceinline__ void add(T value, unsigned place) {
+    __device__ __forceinline__ void add(T value, index_t place) {
         const int key = key_of<least>(value);
-        add_rank(least ? ~key : key, place);
+        take(least ? ~key : key, unsigned(place));
     }
 
-    __device__ __forceinline__ void add_rank(int rank, unsigned place) {
-        if (rank > best || index == 0xffffffffu) {
+    __device__ __forceinline__ void merge(const Extreme &other) { take(other.best, other.index); }
+
+    // An index of all ones is none, and comes behind every other.
+    __device__ __forceinline__ void take(int rank, unsigned place) {
+        if (rank > best || (rank == best && place < index)) {
             best = rank;
             index = place;
         }
-    }
-
-    __device__ __forceinline__ void reduce(Place place) {
-        const int greatest = reduce_team<Max>(best, int(0x80000000), place);
-        index = reduce_team<Min>(best == greatest ? index : 0xffffffffu, 0xffffffffu, place);
-        best = greatest;
     }
 
     __device__ __forceinline__ T value() const {

@@ -1,15 +1,18 @@
-// Reductions over a view's last `reduce_dims` dimensions: a team per output element. The compiler has merged dimensions
-// that step evenly, so that most views have one reduced dimension.
+// Reductions over a view's last dimensions. The rule has ordered and merged the dimensions, and says how threads walk them:
+// - `along`: the innermost dimension is a reduced one. A thread reads `pack` of its elements at a time, for one result.
+// - else the innermost one is kept. A thread reads `pack` elements of neighbouring results at a time, and makes all of these.
+// A block has `columns` threads side by side, and for each of them `walkers` that share its elements; both are powers of two.
+// Where results are few, `chunks` blocks take `share` items each; the one of them that is done last combines what they found. Which
+// one that is makes no difference to the result.
 
-#include "common/reduction.cuh"
 #include "reductions/extreme.cuh"
 
-constexpr int kept_dims = X::rank - int(param::reduce_dims);
 constexpr bool whole = !is_float<X::type>::value;  // integers and booleans
-// Elements to an access, where the reduced dimension is the innermost one.
-constexpr int pack = param::reduce_dims == 1 ? smaller(X::vector, 16 / int(sizeof(X::type))) : 1;
+constexpr int results = along ? 1 : pack;          // of a thread
+constexpr int run = along ? pack : 1;              // elements of a result to an access
+constexpr int last = X::rank - 1;
 
-using Fetched = Select<whole, int, float>::type;
+using Fetched = Either<whole, int, float>::type;
 
 __device__ __forceinline__ Fetched fetched(X::type value) {
     if constexpr (whole) {
@@ -19,75 +22,124 @@ __device__ __forceinline__ Fetched fetched(X::type value) {
     }
 }
 
-__device__ constexpr index_t reduced_size() {
+__device__ constexpr index_t size_of(int first, int end) {
     index_t size = 1;
-    for (int dim = kept_dims; dim < X::rank; dim++) {
+    for (int dim = first; dim < end; dim++) {
         size *= X::size(dim);
     }
     return size;
 }
 
-// Where element `index` of the reduced ones lies, from the row's first.
-__device__ __forceinline__ index_t reduced_offset(index_t index) {
+constexpr index_t count = size_of(kept_dims, X::rank);             // elements of a result
+constexpr index_t items = count / run;                             // accesses of a result, without the last `count % run` elements
+constexpr index_t columns_of_all = size_of(0, kept_dims) / results;
+
+// Where a thread's results, or their elements, begin.
+template <typename V>
+__device__ __forceinline__ index_t column_offset(index_t column) {
+    if constexpr (results == 1) {
+        return leading_offset<V, kept_dims>(column);
+    } else {
+        constexpr index_t across = X::size(kept_dims - 1) / results;
+        return leading_offset<V, kept_dims - 1>(column / across) + column % across * results * V::stride(kept_dims - 1);
+    }
+}
+
+// Where an item lies, from the first one of its result.
+__device__ __forceinline__ index_t item_offset(index_t item) {
     index_t offset = 0;
 #pragma unroll
-    for (int dim = X::rank - 1; dim > kept_dims; dim--) {
-        offset += index % X::size(dim) * X::stride(dim);
-        index /= X::size(dim);
+    for (int dim = last; dim > kept_dims; dim--) {
+        const index_t size = dim == last ? X::size(dim) / run : X::size(dim);
+        offset += item % size * X::stride(dim) * (dim == last ? run : 1);
+        item /= size;
     }
-    return offset + index * X::stride(kept_dims);
+    return offset + item * X::stride(kept_dims) * (kept_dims == last ? run : 1);
 }
 
-// Hands this thread's share of the elements to `into.add(value, index)`; `index` counts the elements that are reduced.
-template <typename Accumulator>
-__device__ __forceinline__ void accumulate(Accumulator &into, const X::type *x, Place place) {
-    const X::type *row = x + leading_offset<X, kept_dims>(place.row);
-    if constexpr (pack > 1) {
-        constexpr index_t packs = reduced_size() / pack;
-#pragma unroll 4
-        for (index_t i = place.thread(); i < packs; i += Place::threads()) {
-            const Pack<X::type, pack> values = load_pack<pack>(row + i * pack);
-#pragma unroll
-            for (int j = 0; j < pack; j++) {
-                into.add(fetched(values.item[j]), i * pack + j);
-            }
-        }
-        for (index_t i = packs * pack + place.thread(); i < reduced_size(); i += Place::threads()) {
-            into.add(fetched(row[i]), i);
-        }
-    } else {
-#pragma unroll 4
-        for (index_t i = place.thread(); i < reduced_size(); i += Place::threads()) {
-            into.add(fetched(row[reduced_offset(i)]), i);
-        }
-    }
-}
-
-// Integers wrap around, as PyTorch's do when they are stored in 32 bits.
-using Wrapping = Select<whole, unsigned, float>::type;
+// What a thread knows of some elements of a result: `add` takes one more and its number, `merge` what another thread knows, and
+// `result` is the reduction. Integers wrap around, as PyTorch's do when they are stored in 32 bits.
+using Wrapping = Either<whole, unsigned, float>::type;
 
 struct Total {
     Wrapping value = 0;
     __device__ __forceinline__ void add(Fetched x, index_t) { value += Wrapping(x); }
+    __device__ __forceinline__ void merge(const Total &other) { value += other.value; }
+    __device__ __forceinline__ Fetched result() const { return Fetched(value); }
 };
 
-struct FloatTotal {
+struct Mean {
     float value = 0.0f;
     __device__ __forceinline__ void add(Fetched x, index_t) { value += float(x); }
+    __device__ __forceinline__ void merge(const Mean &other) { value += other.value; }
+    __device__ __forceinline__ float result() const { return value / float(count); }
 };
 
 struct Factors {
     Wrapping value = 1;
     __device__ __forceinline__ void add(Fetched x, index_t) { value *= Wrapping(x); }
+    __device__ __forceinline__ void merge(const Factors &other) { value *= other.value; }
+    __device__ __forceinline__ Fetched result() const { return Fetched(value); }
 };
 
-struct Squares {
-    float mean;
-    float value = 0.0f;
+// The mean so far, and the sum of the squares of the distances from it.
+struct Variance {
+    float number = 0.0f;
+    float mean = 0.0f;
+    float squares = 0.0f;
     __device__ __forceinline__ void add(Fetched x, index_t) {
+        number += 1.0f;
         const float distance = float(x) - mean;
-        value = fmaf(distance, distance, value);
+        mean = fmaf(distance, 1.0f / number, mean);
+        squares = fmaf(distance, float(x) - mean, squares);
     }
+    __device__ __forceinline__ void merge(const Variance &other) {
+        if (other.number > 0.0f) {
+            const float both = number + other.number, distance = other.mean - mean;
+            mean = fmaf(distance, other.number / both, mean);
+            squares += other.squares + distance * distance * (number * other.number / both);
+            number = both;
+        }
+    }
+    __device__ __forceinline__ float result() const { return squares / fmaxf(float(count) - param::correction, 0.0f); }
+};
+
+struct Deviation : Variance {
+    __device__ __forceinline__ void merge(const Deviation &other) { Variance::merge(other); }
+    __device__ __forceinline__ float result() const { return sqrtf(Variance::result()); }
+};
+
+template <bool least>
+struct Best : Extreme<least, Fetched> {
+    __device__ __forceinline__ Fetched result() const { return this->value(); }
+};
+
+template <bool least>
+struct Place : Extreme<least, Fetched> {
+    __device__ __forceinline__ int result() const { return int(this->index); }
+};
+
+struct NonZeros {
+    unsigned value = 0;
+    __device__ __forceinline__ void add(Fetched x, index_t) { value += x != 0; }
+    __device__ __forceinline__ void merge(const NonZeros &other) { value += other.value; }
+    __device__ __forceinline__ float result() const { return float(value); }
+};
+
+struct Any : NonZeros {
+    __device__ __forceinline__ int result() const { return value != 0; }
+};
+
+struct All : NonZeros {
+    __device__ __forceinline__ int result() const { return value == count; }
+};
+
+template <bool least>
+struct Magnitude : Extreme<least, Fetched> {
+    __device__ __forceinline__ void add(Fetched x, index_t i) {
+        Extreme<least, Fetched>::add(Fetched(fabsf(float(x))), i);
+    }
+    __device__ __forceinline__ float result() const { return float(this->value()); }
 };
 
 struct Powers {
@@ -96,199 +148,234 @@ struct Powers {
         const float magnitude = fabsf(float(x));
         value += param::order == 1.0f ? magnitude : param::order == 2.0f ? magnitude * magnitude : powf(magnitude, param::order);
     }
+    __device__ __forceinline__ void merge(const Powers &other) { value += other.value; }
+    __device__ __forceinline__ float result() const {
+        return param::order == 1.0f ? value : param::order == 2.0f ? sqrtf(value) : powf(value, 1.0f / param::order);
+    }
 };
 
-struct NonZeros {
-    unsigned count = 0;
-    __device__ __forceinline__ void add(Fetched x, index_t) { count += x != 0; }
-};
-
-// The logarithm of a sum of exponentials keeps its maximum finite at both ends, so that +inf makes the sum +inf.
+// The sum of exp(x - largest). The largest stays finite at both ends, so that -inf contributes 0 and +inf makes the sum +inf.
 struct Exponentials {
-    ExpSum sum;
+    float largest = -FLOAT_MAX;
+    float total = 0.0f;
     __device__ __forceinline__ void add(Fetched x, index_t) {
         const float value = float(x);
-        sum.rescale(fminf(fmaxf(sum.largest, value), FLOAT_MAX));
-        sum.total += expf(value - sum.largest);
+        rescale(fminf(fmaxf(largest, value), FLOAT_MAX));
+        total += expf(value - largest);
     }
+    __device__ __forceinline__ void merge(Exponentials other) {
+        rescale(fmaxf(largest, other.largest));
+        other.rescale(largest);
+        total += other.total;
+    }
+    __device__ __forceinline__ void rescale(float reference) {
+        total *= expf(largest - reference);
+        largest = reference;
+    }
+    __device__ __forceinline__ float result() const { return largest + logf(total); }
 };
-
-template <bool least>
-struct Magnitudes {
-    Extreme<least, Fetched> extreme;
-    __device__ __forceinline__ void add(Fetched x, index_t i) { extreme.add(Fetched(fabsf(float(x))), unsigned(i)); }
-};
-
-template <bool least>
-__device__ __forceinline__ Extreme<least, Fetched> extreme_of(const X::type *x, Place place) {
-    Extreme<least, Fetched> extreme;
-    accumulate(extreme, x, place);
-    extreme.reduce(place);
-    return extreme;
-}
-
-__device__ __forceinline__ float mean_of(const X::type *x, Place place) {
-    FloatTotal total;
-    accumulate(total, x, place);
-    return reduce_sum(total.value, place) / float(reduced_size());
-}
-
-__device__ __forceinline__ float variance_of(const X::type *x, Place place) {
-    Squares squares;
-    squares.mean = mean_of(x, place);
-    accumulate(squares, x, place);
-    return reduce_sum(squares.value, place) / fmaxf(float(reduced_size()) - param::correction, 0.0f);
-}
-
-__device__ __forceinline__ unsigned nonzeros_of(const X::type *x, Place place) {
-    NonZeros nonzeros;
-    accumulate(nonzeros, x, place);
-    return reduce_team<Sum>(nonzeros.count, 0u, place);
-}
-
-__device__ __forceinline__ float norm_of(const X::type *x, Place place) {
-    if constexpr (param::order > FLOAT_MAX || param::order < -FLOAT_MAX) {
-        Magnitudes<(param::order < 0.0f)> magnitudes;
-        accumulate(magnitudes, x, place);
-        magnitudes.extreme.reduce(place);
-        return float(magnitudes.extreme.value());
-    } else if constexpr (param::order == 0.0f) {
-        return float(nonzeros_of(x, place));
-    } else {
-        Powers powers;
-        accumulate(powers, x, place);
-        const float total = reduce_sum(powers.value, place);
-        return param::order == 1.0f ? total : param::order == 2.0f ? sqrtf(total) : powf(total, 1.0f / param::order);
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void put(Out::type *out, Place place, T value) {
-    if (place.thread() == 0) {
-        out[Out::offset(place.row)] = from<Out::type>(value);
-    }
-}
 
 #kernel sum_kernel
-KERNEL(sum_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    Total total;
-    accumulate(total, x, place);
-    put(out, place, Fetched(reduce_team<Sum>(total.value, Wrapping(0), place)));
-}
+#define REDUCTION sum_kernel
+using State = Total;
 
 #kernel prod_kernel
-KERNEL(prod_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    Factors factors;
-    accumulate(factors, x, place);
-    put(out, place, Fetched(reduce_team<Product>(factors.value, Wrapping(1), place)));
-}
+#define REDUCTION prod_kernel
+using State = Factors;
 
 #kernel mean_kernel
-KERNEL(mean_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, mean_of(x, place));
-}
+#define REDUCTION mean_kernel
+using State = Mean;
 
 #kernel var_kernel
-KERNEL(var_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, variance_of(x, place));
-}
+#define REDUCTION var_kernel
+using State = Variance;
 
 #kernel std_kernel
-KERNEL(std_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, sqrtf(variance_of(x, place)));
-}
+#define REDUCTION std_kernel
+using State = Deviation;
 
 #kernel max_kernel
-KERNEL(max_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, extreme_of<false>(x, place).value());
-}
+#define REDUCTION max_kernel
+using State = Best<false>;
 
 #kernel min_kernel
-KERNEL(min_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, extreme_of<true>(x, place).value());
-}
+#define REDUCTION min_kernel
+using State = Best<true>;
 
 #kernel argmax_kernel
-KERNEL(argmax_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, int(extreme_of<false>(x, place).index));
-}
+#define REDUCTION argmax_kernel
+using State = Place<false>;
 
 #kernel argmin_kernel
-KERNEL(argmin_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, int(extreme_of<true>(x, place).index));
-}
+#define REDUCTION argmin_kernel
+using State = Place<true>;
 
 #kernel any_kernel
-KERNEL(any_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, int(nonzeros_of(x, place) != 0));
-}
+#define REDUCTION any_kernel
+using State = Any;
 
 #kernel all_kernel
-KERNEL(all_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, int(nonzeros_of(x, place) == reduced_size()));
-}
+#define REDUCTION all_kernel
+using State = All;
 
 #kernel norm_kernel
-KERNEL(norm_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
-    }
-    put(out, place, norm_of(x, place));
-}
+#define REDUCTION norm_kernel
+constexpr bool limit = param::order > FLOAT_MAX || param::order < -FLOAT_MAX;
+using Limit = Magnitude<(param::order < 0.0f)>;
+using State = Either<limit, Limit, Either<param::order == 0.0f, NonZeros, Powers>::type>::type;
 
 #kernel logsumexp_kernel
-KERNEL(logsumexp_kernel) {
-    const Place place;
-    if (place.row >= Out::numel) {
-        return;
+#define REDUCTION logsumexp_kernel
+using State = Exponentials;
+
+#kernel sum_kernel prod_kernel mean_kernel var_kernel std_kernel max_kernel min_kernel argmax_kernel argmin_kernel any_kernel all_kernel norm_kernel logsumexp_kernel
+constexpr int words = sizeof(State) / 4;
+constexpr int step = along ? 1 : columns;                      // from a walker's lane to the next one's
+constexpr int near = step < WARP ? smaller(walkers, WARP / step) : 1;  // walkers of a result in one warp
+constexpr int slots = columns * results;                       // results of a block
+static_assert(words <= most_words, "");
+
+__device__ __forceinline__ State read(const unsigned *from_place) {
+    State state;
+#pragma unroll
+    for (int i = 0; i < words; i++) {
+        reinterpret_cast<unsigned *>(&state)[i] = from_place[i];
     }
-    Exponentials exponentials;
-    accumulate(exponentials, x, place);
-    exponentials.sum.reduce(place);
-    put(out, place, exponentials.sum.largest + logf(exponentials.sum.total));
+    return state;
+}
+
+__device__ __forceinline__ void write(unsigned *to, const State &state) {
+#pragma unroll
+    for (int i = 0; i < words; i++) {
+        to[i] = reinterpret_cast<const unsigned *>(&state)[i];
+    }
+}
+
+__device__ __forceinline__ State of_lane(const State &state, int distance) {
+    State other;
+#pragma unroll
+    for (int i = 0; i < words; i++) {
+        const unsigned word = reinterpret_cast<const unsigned *>(&state)[i];
+        reinterpret_cast<unsigned *>(&other)[i] = __shfl_xor_sync(0xffffffffu, word, distance);
+    }
+    return other;
+}
+
+// Hands what all walkers know of each result of the block to `take(slot, state)`, in one thread each.
+template <typename Take>
+__device__ __forceinline__ void combine(State (&own)[results], int column, int walker, const Take &take) {
+    __shared__ unsigned parts[walkers / near][slots][words];
+#pragma unroll
+    for (int distance = step; distance < step * near; distance *= 2) {
+#pragma unroll
+        for (int j = 0; j < results; j++) {
+            own[j].merge(of_lane(own[j], distance));
+        }
+    }
+    __syncthreads();  // an earlier combination may still be read
+    if (walker % near == 0) {
+#pragma unroll
+        for (int j = 0; j < results; j++) {
+            write(parts[walker / near][column * results + j], own[j]);
+        }
+    }
+    __syncthreads();
+    for (int slot = threadIdx.x; slot < slots; slot += THREADS) {
+        State state = read(parts[0][slot]);
+#pragma unroll
+        for (int i = 1; i < walkers / near; i++) {
+            state.merge(read(parts[i][slot]));
+        }
+        take(slot, state);
+    }
+}
+
+__device__ __forceinline__ void accumulate(State (&own)[results], const X::type *x, index_t first, index_t end, int walker) {
+#pragma unroll 4
+    for (index_t item = first + walker; item < end; item += walkers) {
+        const Pack<X::type, pack> values = load_pack<pack>(x + item_offset(item));
+#pragma unroll
+        for (int j = 0; j < pack; j++) {
+            own[along ? 0 : j].add(fetched(values.item[j]), along ? item * run + j : item);
+        }
+    }
+    if constexpr (count % run != 0) {
+        if (end == items) {
+            for (index_t i = items * run + walker; i < count; i += walkers) {
+                own[0].add(fetched(x[i * X::stride(last)]), i);
+            }
+        }
+    }
+}
+
+KERNEL(REDUCTION) {
+    const int column = int(threadIdx.x) / (along ? walkers : 1) % columns;
+    const int walker = int(threadIdx.x) / (along ? 1 : columns) % walkers;
+    const index_t block = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+    const index_t number = block * columns + column;
+    State own[results];
+    if (number < columns_of_all) {
+        const index_t end = (chunk + 1) * share;
+        accumulate(own, x + column_offset<X>(number), chunk * share, end < items ? end : items, walker);
+    }
+    if constexpr (walkers == 1) {
+        if (number >= columns_of_all) {
+            return;
+        }
+        Out::type *place = out + column_offset<Out>(number);
+        if constexpr (results > 1 && Out::vector >= results) {
+            Pack<Out::type, results> values;
+#pragma unroll
+            for (int j = 0; j < results; j++) {
+                values.item[j] = from<Out::type>(own[j].result());
+            }
+            store_pack(place, values);
+        } else {
+#pragma unroll
+            for (int j = 0; j < results; j++) {
+                place[results > 1 ? j * Out::stride(kept_dims - 1) : 0] = from<Out::type>(own[j].result());
+            }
+        }
+    } else {
+        const auto put = [&](int slot, const State &state) {
+            const index_t its = block * columns + slot / results;
+            if (its < columns_of_all) {
+                const index_t within = results > 1 ? slot % results * Out::stride(kept_dims - 1) : 0;
+                out[column_offset<Out>(its) + within] = from<Out::type>(state.result());
+            }
+        };
+        if constexpr (chunks == 1) {
+            combine(own, column, walker, put);
+        } else {
+            unsigned *found = (unsigned *)partial + block * chunks * slots * words;
+            combine(own, column, walker, [&](int slot, const State &state) {
+                write(found + (chunk * slots + slot) * words, state);
+                __threadfence();
+            });
+            __shared__ bool is_last;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                is_last = atomicInc((unsigned *)done + block, chunks - 1) == chunks - 1;
+                __threadfence();
+            }
+            __syncthreads();
+            if (!is_last) {
+                return;
+            }
+#pragma unroll
+            for (int j = 0; j < results; j++) {
+                own[j] = State();
+                for (int i = walker; i < chunks; i += walkers) {
+                    unsigned seen[words];
+#pragma unroll
+                    for (int word = 0; word < words; word++) {
+                        seen[word] = __ldcg(found + (i * slots + column * results + j) * words + word);
+                    }
+                    own[j].merge(read(seen));
+                }
+            }
+            combine(own, column, walker, put);
+        }
+    }
 }
