@@ -30,7 +30,7 @@ _SHIM = """
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-using std::max, std::min;
+using std::isnan, std::max, std::min;
 #define __device__
 #define __global__
 #define __forceinline__ inline
