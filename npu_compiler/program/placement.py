@@ -7,11 +7,16 @@ Given:   t[:, :16] = copy(x);  t[:, 16:] = copy(y);  u[:, :16] = copy(x);  u[:, 
 Result:  x, y and z are computed in u, and t is u[:, :32]
 
 The second is what DenseNet does: each concatenation begins with the one before it, so that all lie in the longest.
+
+Given:   x = matmul(a, b);  s = copy(x[1:]);  s[:, 1:] = s[:, 1:] + c;  y = copy(x);  y[1:] = copy(s)
+Result:  y = matmul(a, b);  y[1:, 1:] = y[1:, 1:] + c
+
+That is what remains of an update of a slice in place, whose old values nobody reads later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from npu_compiler.program.elementwise import elementwise_kernel
@@ -28,8 +33,9 @@ Takes = Callable[[KernelCall, KernelCall], bool]
 def place_in_targets(plan: ExecutionPlan, takes: Takes) -> ExecutionPlan:
     """The plan without copies whose source can be computed in the copy's target, where its readers read it too.
 
-    The copy must cover all of the source that is used, and nothing else may write that part of the target. A tensor
-    with several copies is placed in the target of the first; the others then copy from there.
+    The copy must cover all of the source that is used, and nothing else may write that part of the target before the
+    source is last read. A tensor with several copies is placed in the target of the first; the others then copy from
+    there. A source that is itself a copy of that part of the target is that part.
     """
     placing = _Placing(plan, takes)
     for index in range(len(placing.calls)):
@@ -106,29 +112,83 @@ class _Placing:
     def place(self, index: int) -> None:
         """Compute the source of the copy at `index` in its target, and drop the copy, if that is possible."""
         copy = self._at(index)
-        source, target = copy.inputs[0], copy.outputs[0]
-        buffers = self._plan.buffers
-        owner = buffers[target.buffer]
-        movable = buffers[source.buffer].kind == "arena" and source.buffer not in self._kept
-        if not movable or source.buffer == target.buffer or owner.kind not in ("arena", "output") or owner.donor:
+        source, target = copy.inputs[0].buffer, copy.outputs[0].buffer
+        owner = self._plan.buffers[target]
+        movable = self._plan.buffers[source].kind == "arena" and source not in self._kept
+        if not movable or source == target or owner.kind not in ("arena", "output") or owner.donor is not None:
             return
-        others = sorted(self._touching[source.buffer] - {index})
-        if not any(at < index for at in others):
+        others = sorted(self._touching[source] - {index})
+        if not others or others[0] > index:
             return  # it is computed once for all runs
-        moved: dict[int, KernelCall] = {}
-        for at in others:
-            call = self._at(at)
-            placed = _placed(call, source, target)
-            writes = any(view.buffer == source.buffer for view in call.outputs)
-            if placed is None or at > index and writes or not (is_copy(call) or self._takes(call, placed)):
-                return
-            moved[at] = placed
-        rivals = (self._at(at) for at in self._touching[target.buffer] if at != index)
-        if any(view.buffer == target.buffer and not are_apart(view, target) for r in rivals for view in r.outputs):
+        begin = others.pop(0) if _is_inverse(self._at(others[0]), copy) else None
+        moved = self._moved(others, index)
+        if moved is None or not self._is_spared(copy.outputs[0], index, begin, max([index, *others])):
+            return
+        if begin is not None and not self._may_update(index, moved, copy.outputs[0]):
             return
         for at, placed in moved.items():
             self._replace(at, placed)
-        self._replace(index, None)
+        for dropped in (index, begin):
+            if dropped is not None:
+                self._replace(dropped, None)
+
+    def _moved(self, others: Sequence[int], index: int) -> dict[int, KernelCall] | None:
+        """The calls that touch the source of the copy at `index`, touching its target instead; None if some cannot."""
+        copy = self._at(index)
+        source, target = copy.inputs[0], copy.outputs[0]
+        moved = {}
+        for at in others:
+            call = self._at(at)
+            placed = _placed(call, source, target)
+            too_late = at > index and any(view.buffer == source.buffer for view in call.outputs)
+            if placed is None or too_late or not (is_copy(call) or self._takes(call, placed)):
+                return None
+            moved[at] = placed
+        return moved
+
+    def _is_spared(self, target: View, index: int, begin: int | None, end: int) -> bool:
+        """Whether no call but the copies at `index` and `begin` writes the target between `begin` and `end`.
+
+        Args:
+            begin: Index of the call from which on the target must keep its values; None for the first of all.
+        """
+        return not any(
+            view.buffer == target.buffer and not are_apart(view, target)
+            for at in self._touching[target.buffer] - {index, begin}
+            if (begin is None or at > begin) and at <= end
+            for view in self._at(at).outputs
+        )
+
+    def _may_update(self, index: int, moved: dict[int, KernelCall], target: View) -> bool:
+        """Whether no call before `index` reads elements of the target that one of the `moved` calls has changed before.
+
+        An element-wise call may read the elements that it changes itself.
+        """
+        for at, call in moved.items():
+            changed = [view for view in call.outputs if view.buffer == target.buffer]
+            for reader in self._touching[target.buffer] if changed else ():
+                read = [view for view in self._at(reader).inputs if view.buffer == target.buffer]
+                if not at <= reader < index or all(are_apart(one, other) for one in read for other in changed):
+                    continue
+                in_place = reader == at and elementwise_kernel(call) is not None
+                if not in_place or any(not _are_same(one, other) for one in read for other in changed):
+                    return False
+        return True
+
+
+def _is_inverse(first: KernelCall, second: KernelCall) -> bool:
+    """Whether the first call copies elements from where the copy `second` returns them to."""
+    return (
+        is_copy(first)
+        and _are_same(first.inputs[0], second.outputs[0])
+        and _are_same(first.outputs[0], second.inputs[0])
+    )
+
+
+def _are_same(first: View, second: View) -> bool:
+    """Whether two views have the same elements in the same order."""
+    same = (first.buffer, first.dtype, first.offset) == (second.buffer, second.dtype, second.offset)
+    return same and collapse(first.shape, first.strides) == collapse(second.shape, second.strides)
 
 
 def _placed(call: KernelCall, source: View, target: View) -> KernelCall | None:

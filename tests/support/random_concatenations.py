@@ -48,9 +48,8 @@ class RandomConcatenations(nn.Module):
         return [values[index] for index in self.returned]
 
     def _add_step(self, values: list[Tensor]) -> None:
-        kind = self._draw.choice(
-            [self._concatenate, self._concatenate, self._layer, self._layer, self._apply, self._split]
-        )
+        steps = [self._concatenate, self._layer]
+        kind = self._draw.choice([*steps, *steps, self._apply, self._split, self._update])
         name, step, given = kind(values)
         with torch.no_grad():
             added = step(*(values[index] for index in given))
@@ -125,6 +124,24 @@ class RandomConcatenations(nn.Module):
             return "relu", lambda x: [F.relu(x)], (index,)
         at = self._draw.choice([1, size // 2, -(-size // 2)])
         return f"split_{dim}_{at}", lambda x: list(x.split([at, size - at], dim)), (index,)
+
+    def _update(self, values: list[Tensor]) -> tuple[str, Callable[..., list[Tensor]], tuple[int, ...]]:
+        """An update of a slice in place, of a new tensor, perhaps from values of that tensor itself."""
+        index = self._recent(values)
+        dims = [self._draw.randrange(1, values[index].dim()) for _ in range(self._draw.randint(1, 2))]
+        starts = [self._draw.randrange(values[index].shape[dim]) for dim in dims]
+        kept = self._draw.random() < 0.3
+
+        def update(x: Tensor) -> list[Tensor]:
+            changed = x * 2
+            part = changed
+            for dim, start in zip(dims, starts, strict=True):
+                part = part.narrow(dim, start, part.shape[dim] - start) if start < part.shape[dim] else part
+            old = changed.clone() if kept else x
+            part.copy_(part + part.flip(1) * 0.25)
+            return [changed + old * 0.5 if kept else changed]
+
+        return f"update_{dims}_{starts}_{kept}", update, (index,)
 
     def _recent(self, values: list[Tensor]) -> int:
         return len(values) - 1 if self._draw.random() < 0.6 else self._draw.randrange(len(values))
