@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from cuda_compiler.elementwise.grouping import place_of
+from cuda_compiler.op_classify import is_elementwise
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.placement import is_copy, place_in_targets, takes_as_declared
 from npu_compiler.program.plan import ExecutionPlan
@@ -44,12 +45,35 @@ def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
 
 def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan in which tensors are computed where a copy would move them, as `place_in_targets` says."""
-    return place_in_targets(plan, _takes)
+    inlined = _read_in_parts(plan)
+
+    def takes(before: KernelCall, after: KernelCall) -> bool:
+        """Whether the CUDA target's kernels can compute a call with other strides, and had better do so."""
+        if any(view.buffer in inlined for view in after.outputs):
+            return False
+        return before.kernel in _OWN or takes_as_declared(before, after)
+
+    return place_in_targets(plan, takes)
 
 
-def _takes(before: KernelCall, after: KernelCall) -> bool:
-    """Whether the CUDA target's kernels can compute a call with other strides: `before` with those of `after`."""
-    return before.kernel in _OWN or takes_as_declared(before, after)
+def _read_in_parts(plan: ExecutionPlan) -> set[str]:
+    """The buffers that a single element-wise call reads, some of whose elements are copies of parts of other buffers.
+
+    That call shall read the parts from there, as `inline_reads` lets it do where all of them are copies.
+    """
+    readers: dict[str, list[KernelCall]] = {}
+    for call in plan.calls:
+        for view in call.inputs:
+            readers.setdefault(view.buffer, []).append(call)
+    kept = {view.buffer for view in plan.output_views.values()}
+    return {
+        call.outputs[0].buffer
+        for call in plan.calls
+        if is_copy(call)
+        and call.outputs[0].buffer not in kept
+        and call.inputs[0].numel < prod(plan.buffers[call.inputs[0].buffer].alloc_shape)
+        and [is_elementwise(reader) for reader in readers.get(call.outputs[0].buffer, ())] == [True]
+    }
 
 
 def _moves_nothing(call: KernelCall, plan: ExecutionPlan) -> bool:

@@ -88,7 +88,7 @@ class RandomConcatenations(nn.Module):
                 lambda: nn.Conv2d(c, c, 3, padding=1, groups=c),
                 lambda: nn.MaxPool2d(3, 1, 1),
                 lambda: nn.AvgPool2d(3, 1, 1),
-                lambda: nn.GroupNorm(1, c),
+                lambda: nn.GroupNorm(1, c) if x[0].numel() > 1 else nn.ReLU(),
                 lambda: nn.ConvTranspose2d(c, width, 3, padding=1),
                 lambda: nn.AdaptiveAvgPool2d(1),
             ]
