@@ -57,7 +57,8 @@ def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def _read_in_parts(plan: ExecutionPlan) -> set[str]:
-    """The buffers that a single element-wise call reads, some of whose elements are copies of parts of other buffers.
+    """The buffers that a single element-wise call reads, some of whose elements are copies of parts of other buffers
+    or of element-wise results.
 
     That call shall read the parts from there, as `inline_reads` lets it do where all of them are copies.
     """
@@ -66,12 +67,16 @@ def _read_in_parts(plan: ExecutionPlan) -> set[str]:
         for view in call.inputs:
             readers.setdefault(view.buffer, []).append(call)
     kept = {view.buffer for view in plan.output_views.values()}
+    computed = {view.buffer for call in plan.calls if not is_elementwise(call) for view in call.outputs}
     return {
         call.outputs[0].buffer
         for call in plan.calls
         if is_copy(call)
         and call.outputs[0].buffer not in kept
-        and call.inputs[0].numel < prod(plan.buffers[call.inputs[0].buffer].alloc_shape)
+        and (
+            call.inputs[0].buffer not in computed
+            or call.inputs[0].numel < prod(plan.buffers[call.inputs[0].buffer].alloc_shape)
+        )
         and [is_elementwise(reader) for reader in readers.get(call.outputs[0].buffer, ())] == [True]
     }
 
