@@ -59,7 +59,8 @@ def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
 def _read_in_parts(plan: ExecutionPlan) -> set[str]:
     """The buffers that a single element-wise call reads, some of whose elements are copies.
 
-    These copy a part of another buffer or an element-wise result. That call shall read the parts from there, as `inline_reads` lets it do where all of them are copies.
+    These copy a part of another buffer or an element-wise result. The call shall read or compute them where they are,
+    as `inline_reads` lets it do where all elements are copies.
     """
     readers: dict[str, list[KernelCall]] = {}
     for call in plan.calls:
