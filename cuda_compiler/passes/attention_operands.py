@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from cuda_compiler.passes.copies import is_copy, moved_view
 from cuda_compiler.passes.packed_operands import copy, packing
 from cuda_compiler.rules.attention import WIDEST_HEAD, suits_tensor_cores
 from cuda_compiler.rules.channel_packs import PACK
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.placement import is_copy, moved_view
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 

@@ -3,14 +3,8 @@
 Given:   y = conv2d(x), in memory as [1, 8, 8, 16];  t = copy(y as [64, 16]);  z = layernorm(t)
 Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
 
-Given:   y = conv2d(x);  t[:, :16] = copy(y)
-Result:  t[:, :16] = conv2d(x)
-
-Given:   y[::2] = a + b;  y[1::2] = a - b;  t[:16] = copy(y)
-Result:  t[:16:2] = a + b;  t[1:16:2] = a - b
-
 The first kind remains where `channels_last` has changed the layout that a copy was made for, the others come from
-concatenations.
+concatenations; `npu_compiler.program.placement` shows them.
 """
 
 from __future__ import annotations
@@ -20,14 +14,14 @@ from dataclasses import replace
 from math import prod
 
 from cuda_compiler.elementwise.grouping import place_of
-from cuda_compiler.rules.channel_packs import PACK
-from npu_compiler.program.elementwise import elementwise_kernel
-from npu_compiler.program.kernels import KERNELS, Family, KernelCall
+from cuda_compiler.op_classify import is_elementwise
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.placement import is_copy, place_in_targets, takes_as_declared
 from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.views import View, collapse
+from npu_compiler.program.views import View
 
-# Kernels whose results may lie anywhere; they move so many elements at a time where addresses allow it.
-_ANYWHERE = [name for name, decl in KERNELS.items() if decl.family in (Family.CONV, Family.POOL)]
+# Kernels of this target that are declared nowhere, and read images of any strides.
+_OWN = ("to_channels_last",)
 
 
 def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
@@ -50,122 +44,41 @@ def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan in which a result whose only reader is a copy is written directly to the copy's target."""
+    """The plan in which tensors are computed where a copy would move them, as `place_in_targets` says."""
+    inlined = _read_in_parts(plan)
+
+    def takes(before: KernelCall, after: KernelCall) -> bool:
+        """Whether the CUDA target's kernels can compute a call with other strides, and had better do so."""
+        if any(view.buffer in inlined for view in after.outputs):
+            return False
+        return before.kernel in _OWN or takes_as_declared(before, after)
+
+    return place_in_targets(plan, takes)
+
+
+def _read_in_parts(plan: ExecutionPlan) -> set[str]:
+    """The buffers that a single element-wise call reads, some of whose elements are copies.
+
+    These copy a part of another buffer or an element-wise result. The call shall read or compute them where they are,
+    as `inline_reads` lets it do where all elements are copies.
+    """
+    readers: dict[str, list[KernelCall]] = {}
+    for call in plan.calls:
+        for view in call.inputs:
+            readers.setdefault(view.buffer, []).append(call)
     kept = {view.buffer for view in plan.output_views.values()}
-    calls = list(plan.calls)
-    for copy in plan.calls:
-        if not is_copy(copy) or plan.buffers[copy.inputs[0].buffer].kind != "arena":
-            continue
-        source, target = copy.inputs[0], copy.outputs[0]
-        touching = [at for at, call in enumerate(calls) if source.buffer in _touched(call)]
-        if len(touching) < 2 or source.buffer in kept or plan.buffers[target.buffer].donor is not None:
-            continue
-        *writers, last = touching
-        if calls[last] is not copy:
-            continue
-        move = _elsewhere if len(writers) == 1 else _part_elsewhere
-        moved = {at: move(calls[at], source, target) for at in writers}
-        spared = all(
-            written is not None and all(_spares(call, written.outputs[0]) for call in calls[at:last])
-            for at, written in moved.items()
+    computed = {view.buffer for call in plan.calls if not is_elementwise(call) for view in call.outputs}
+    return {
+        call.outputs[0].buffer
+        for call in plan.calls
+        if is_copy(call)
+        and call.outputs[0].buffer not in kept
+        and (
+            call.inputs[0].buffer not in computed
+            or call.inputs[0].numel < prod(plan.buffers[call.inputs[0].buffer].alloc_shape)
         )
-        if spared:
-            calls = [moved.get(at) or call for at, call in enumerate(calls) if at != last]
-    return replace(plan, calls=calls)
-
-
-def _touched(call: KernelCall) -> set[str]:
-    return {view.buffer for view in (*call.inputs, *call.outputs)}
-
-
-def _spares(call: KernelCall, target: View) -> bool:
-    """Whether a call leaves the target's elements alone: it does not read their buffer, and writes none of them."""
-    if any(view.buffer == target.buffer for view in call.inputs):
-        return False
-    return all(view.buffer != target.buffer or _are_apart(view, target) for view in call.outputs)
-
-
-def _are_apart(first: View, second: View) -> bool:
-    """Whether two views are provably disjoint: different columns of the same rows, for some length of a row."""
-    steps = {
-        stride for view in (first, second) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1
+        and [is_elementwise(reader) for reader in readers.get(call.outputs[0].buffer, ())] == [True]
     }
-    for row in steps - {0, 1}:
-        (begin, end), (other_begin, other_end) = (_columns(view, row) for view in (first, second))
-        if max(end, other_end) <= row and (end <= other_begin or other_end <= begin):
-            return True
-    return False
-
-
-def _columns(view: View, row: int) -> tuple[int, int]:
-    """The range of columns that a view covers in rows of `row` elements; it ends beyond them if a row is left."""
-    begin = end = view.offset % row
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        if size > 1 and stride % row:
-            end += (size - 1) * stride
-    return begin, end + 1
-
-
-def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
-    """The call with its result written to `target` instead of `source`, which covers all of the result.
-
-    None if the call's kernel cannot write there: its strides do not map to the target's, or break its vector accesses.
-    """
-    if len(call.outputs) != 1 or source.dtype != target.dtype or call.kernel not in _ANYWHERE:
-        return None
-    (copied,) = call.outputs
-    if copied.buffer != source.buffer or copied.numel != source.numel or copied.offset != source.offset:
-        return None
-    moved = moved_view(copied, source, target)
-    if moved is None:
-        return None
-    as_wide = all((mine == 1) == (own == 1) for mine, own in zip(moved.strides, copied.strides, strict=True))
-    if not as_wide or moved.offset % PACK or any(stride % PACK for stride in moved.strides if stride != 1):
-        return None
-    (operand,) = KERNELS[call.kernel].outputs
-    written = replace(call, outputs=(moved,))
-    return None if operand.problem(moved, {}) else written
-
-
-def _part_elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
-    """An element-wise call with its result, a part of `source`, written to that part of `target` instead.
-
-    None if it is another call, or reads elements of `source`.
-    """
-    if elementwise_kernel(call) is None or any(view.buffer == source.buffer for view in call.inputs):
-        return None
-    moved = moved_view(call.outputs[0], source, target)
-    return None if moved is None else replace(call, outputs=(moved,))
-
-
-def moved_view(part: View, source: View, target: View) -> View | None:
-    """The view of `target` that corresponds to a view of elements of `source`; None if no strides express it."""
-    if part.dtype != source.dtype or source.dtype != target.dtype:
-        return None
-    sizes, (steps, target_steps) = collapse(source.shape, source.strides, target.strides)
-    order = sorted(range(len(sizes)), key=lambda dim: steps[dim], reverse=True)
-    rest, offset, reach = part.offset - source.offset, target.offset, [0] * len(sizes)
-    for dim in order:
-        if steps[dim] == 0 or rest < 0:
-            return None
-        reach[dim], rest = divmod(rest, steps[dim])
-        offset += reach[dim] * target_steps[dim]
-    strides = []
-    for size, stride in zip(part.shape, part.strides, strict=True):
-        along = [dim for dim in order if steps[dim] <= stride and stride % steps[dim] == 0][:1]
-        if size > 1 and not along:
-            return None
-        for dim in along:
-            reach[dim] += (size - 1) * (stride // steps[dim])
-        strides.append(stride // steps[along[0]] * target_steps[along[0]] if along else stride)
-    if rest or any(last >= size for last, size in zip(reach, sizes, strict=True)):
-        return None
-    return View(target.buffer, part.shape, tuple(strides), offset, part.dtype)
-
-
-def is_copy(call: KernelCall) -> bool:
-    decl = elementwise_kernel(call)
-    return decl is not None and decl.op.name == "copy" and list(call.params["scalars"]) == [None]
 
 
 def _moves_nothing(call: KernelCall, plan: ExecutionPlan) -> bool:

@@ -34,7 +34,7 @@ _HEADERS = ("algorithm", "barrier", "cmath", "cstring", "map", "memory", "mutex"
 # A `__shared__` variable of an inline function would be one for all libraries that the process has loaded.
 _COMPILER = ("g++", "-std=c++20", "-O0", "-w", "-pthread", "-fPIC", "-fvisibility=hidden")
 _SHIM = """
-using std::max, std::min;
+using std::isnan, std::max, std::min;
 #define __device__
 #define __global__
 #define __forceinline__ inline
