@@ -3,8 +3,8 @@
 // matrix, by all terms or, where `splits` warps of a block share the tile, by some of them. A tile makes 16 columns of the result or,
 // where the first half of a matrix gates the second, 8: it has eight rows of each half.
 //
-// E1. The next kernel may start when the weights have been read. Its blocks take the places that are free: before, these would be on
-//     the multiprocessors that have fewest of this kernel's blocks or are done first, so that some would have two and others none.
+// E1. The next kernel may start when the weights have been read. Where it was let start at once, a step took longer: presumably its
+//     blocks, which take the places that are free, were two on multiprocessors that were done first and none on others.
 //
 // Where there are fewer rows than experts, a row has blocks of its own, which stop if an earlier row has the same expert. Otherwise an
 // expert has, and so has that which stands for none, whose rows are 0.
