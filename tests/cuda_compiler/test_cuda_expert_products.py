@@ -81,7 +81,7 @@ def test_a_gate_of_other_columns_stays_apart() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_layer_is_that_of_pytorch(dtype: torch.dtype, biased: bool, tokens: int, seed: int, tmp_path: Path) -> None:
-    """Also where a choice is no expert, whose result is 0."""
+    """Compare with the reference, also where a choice is no expert, whose result is 0."""
     torch.manual_seed(seed)
     module = FeedForward(biased)
     x, chosen, weights, residual = given(tokens)

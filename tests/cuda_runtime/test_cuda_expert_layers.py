@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize(("width", "inner", "experts", "choices"), [(2048, 768, 128, 8), (1032, 200, 32, 2)])
 def test_a_layer_is_that_of_pytorch(width: int, inner: int, experts: int, choices: int, seed: int) -> None:
-    """Where PyTorch chooses other experts because of its rounding, its choice is near ours and not compared."""
+    """Compare rows with PyTorch, except those for which it chooses other experts because of its rounding."""
     (backend,) = cuda_backends()
     generator = torch.Generator().manual_seed(seed)
     module = Layer(width, inner, experts, choices, generator).bfloat16()
