@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores: tests of servers and processes wait for some of their time."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Share torch's threads out among pytest's workers; give these a folder for what they trace, and one for keys."""
     if not hasattr(config, "workerinput"):
