@@ -260,19 +260,6 @@ class ContiguousShape:
     rows: int
 
 
-def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[str, Any]:
-    """The IR of `CachedCausalLM` for several sequences.
-
-    Raises:
-        InputError: the model cannot be traced.
-    """
-    from npu_compiler.graph.symbolic import specialize
-
-    ir = symbolic_contiguous(checkpoint)
-    specialized: dict[str, Any] = specialize(ir, contiguous_sizes(ir, shape))
-    return specialized
-
-
 def symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     """The IR of `CachedCausalLM` with symbols for sizes; traced once and cached as in `extract_paged`.
 
@@ -297,7 +284,7 @@ def contiguous_sizes(ir: dict[str, Any], shape: ContiguousShape) -> dict[str, in
 
 
 def contiguous_options(checkpoint: Checkpoint) -> "CompileOptions":
-    """The options with which `compile_contiguous` compiles."""
+    """The options with which to compile the IR of `symbolic_contiguous`."""
     return _options(checkpoint, None)
 
 
@@ -643,19 +630,8 @@ def compile_paged(
     return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target, mesh)
 
 
-def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "CodegenTarget") -> "CompiledProgram":
-    """The compiled program of `extract_contiguous`; it is not cached.
-
-    Raises InputError for the reasons of `compile_prefill`.
-    """
-    from npu_compiler import compile as compile_ir
-
-    with compiling(checkpoint):
-        return compile_ir(extract_contiguous(checkpoint, shape), target, contiguous_options(checkpoint))
-
-
 def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
-    """A cache key that changes whenever `compile_contiguous` might return other programs."""
+    """A cache key that changes whenever the programs of `symbolic_contiguous` might be others."""
     from importlib.metadata import version
 
     versions = [version(package) for package in _TRACING]

@@ -21,7 +21,7 @@ from npu_compiler.errors import InputError
 from npu_model import Chip, NPUTarget, load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.llm import Checkpoint, load_architecture
-from npu_sim.llm.graph import ContiguousShape, compile_contiguous, contiguous_options, symbolic_contiguous
+from npu_sim.llm.graph import ContiguousShape
 from npu_sim.llm.simulated import (
     PoolSettings,
     ProgramCost,
@@ -118,9 +118,9 @@ def test_programs_are_few_and_kept(checkpoint: Checkpoint) -> None:
 
 
 def test_a_program_costs_the_same_encoded_or_not(checkpoint: Checkpoint, programs: SimulatedPrograms) -> None:
-    target = NPUTarget(programs.chip)
+    steps, target = StepGraph.of(checkpoint, programs.chip), NPUTarget(programs.chip)
     for shape in (ContiguousShape(4, 1, 100), ContiguousShape(1, 48, 128)):
-        encoded = compile_contiguous(checkpoint, shape, target)
+        encoded = steps.compiled(shape, target)
         assert encoded.plan.machine_code
         assert programs.cost(shape) == cost_of(simulate(encoded, programs.chip))
 
@@ -142,15 +142,14 @@ def test_processes_find_the_same_costs(checkpoint: Checkpoint, monkeypatch: pyte
     assert alone.used == programs.used and alone.simulated == programs.simulated == len(programs.used)
 
 
-def test_most_programs_of_a_trace_are_foreseen(programs: SimulatedPrograms) -> None:
-    rate, seed = random.uniform(100.0, 5000.0), random.randrange(1000)
+def test_most_programs_of_a_trace_are_foreseen(programs: SimulatedPrograms, seed: int) -> None:
+    rate = random.Random(seed).uniform(100.0, 5000.0)
     requests, pool = poisson_requests(100, rate, (1, 300), (1, 100), seed), PoolSettings(CONTEXT)
     asked = SimulatedPrograms(programs.checkpoint, programs.chip)
     serve_requests(requests, prices_of(asked), pool)
-    steps = StepGraph(symbolic_contiguous(asked.checkpoint), contiguous_options(asked.checkpoint), asked.chip)
-    likely = set(likely_programs(requests, pool, steps))
+    likely = set(likely_programs(requests, pool, StepGraph.of(asked.checkpoint, asked.chip)))
     needed = len(likely & asked.used.keys())
-    assert needed > len(asked.used) / 2 and needed > 0.8 * len(likely), (rate, seed)
+    assert needed > len(asked.used) / 2 and needed > 0.8 * len(likely), rate
 
 
 def test_a_program_that_no_process_simulates_is_simulated_here(checkpoint: Checkpoint) -> None:
@@ -162,7 +161,7 @@ def test_a_program_that_no_process_simulates_is_simulated_here(checkpoint: Check
         for process in programs._workers._pool._processes.values():
             process.kill()
         cost = programs.cost(shape)
-    assert cost == cost_of(simulate(compile_contiguous(checkpoint, shape, NPUTarget(chip)), chip))
+    assert cost == cost_of(simulate(StepGraph.of(checkpoint, chip).compiled(shape, NPUTarget(chip)), chip))
 
 
 def test_what_a_chip_cannot_run_is_named(checkpoint: Checkpoint) -> None:

@@ -16,13 +16,13 @@ from npu_sim.llm.simulated.requests import TimedRequest
 from npu_sim.llm.simulated.serving import PoolSettings, serve_requests
 from npu_sim.llm.simulated.step_prices import StepPrices
 
-_REQUESTS = 500  # a quarter of a second
+_REQUESTS = 500  # they meet nearly all programs, and serving them takes less time than simulating one
 
 
 def likely_programs(
     requests: Sequence[TimedRequest], settings: PoolSettings, steps: StepGraph
 ) -> Iterable[ContiguousShape]:
-    """The shapes of step programs that serving these requests will probably need, the first ones first."""
+    """The shapes of step programs that serving these requests will probably need, in the order of their first use."""
     estimates = Estimates(steps)
     prices = StepPrices(estimates, settings.max_batch, settings.max_tokens, settings.context_length)
     serve_requests(requests[:_REQUESTS], prices, settings)

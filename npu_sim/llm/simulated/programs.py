@@ -26,7 +26,7 @@ from npu_sim.llm.graph import (
 )
 
 if TYPE_CHECKING:
-    from npu_compiler import CompileOptions
+    from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
     from npu_model import Chip, Result
 
 
@@ -132,7 +132,7 @@ class SimulatedPrograms:
 
     @cached_property
     def _steps(self) -> StepGraph:
-        return StepGraph(symbolic_contiguous(self.checkpoint), contiguous_options(self.checkpoint), self.chip)
+        return StepGraph.of(self.checkpoint, self.chip)
 
     @cached_property
     def _simulator(self) -> StepSimulator:
@@ -160,6 +160,18 @@ class StepGraph:
     options: CompileOptions
     chip: Chip
 
+    @staticmethod
+    def of(checkpoint: Checkpoint, chip: Chip) -> StepGraph:
+        """The graph of a checkpoint's steps. Raises InputError if the model cannot be traced."""
+        return StepGraph(symbolic_contiguous(checkpoint), contiguous_options(checkpoint), chip)
+
+    def compiled(self, shape: ContiguousShape, target: CodegenTarget) -> CompiledProgram:
+        """The program for a shape; it is not cached. Raises `NPUError` if the target cannot run it."""
+        from npu_compiler import compile as compile_ir
+        from npu_compiler.graph.symbolic import specialize
+
+        return compile_ir(specialize(self.ir, contiguous_sizes(self.ir, shape)), target, self.options)
+
     @cached_property
     def pickled(self) -> bytes:
         """The graph in the form in which other processes take it."""
@@ -177,13 +189,9 @@ class StepSimulator:
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
         """The cost of one run of the program for a shape. Raises `NPUError` if the chip cannot run it."""
-        from npu_compiler import compile as compile_ir
-        from npu_compiler.graph.symbolic import specialize
         from npu_model.analysis.simulation import simulate_for
 
-        ir = self._steps.ir
-        program = compile_ir(specialize(ir, contiguous_sizes(ir, shape)), self._target, self._steps.options)
-        return cost_of(simulate_for(program, self._mapper))
+        return cost_of(simulate_for(self._steps.compiled(shape, self._target), self._mapper))
 
 
 class Workers:
