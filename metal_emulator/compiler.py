@@ -287,7 +287,7 @@ def _translated(source: str, macros: Mapping[str, str]) -> str:
 
 
 def _kernel_flags(checks: bool) -> list[str]:
-    flags = [*_COMMON_FLAGS, *_KERNEL_FLAGS, *(_CHECK_FLAGS if checks else ["-O1"])]
+    flags = [*_COMMON_FLAGS, *_KERNEL_FLAGS, *(_CHECK_FLAGS if checks else ["-O2"])]
     return flags + (["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else [])
 
 
