@@ -27,6 +27,7 @@ from npu_compiler import CompiledProgram, compiler
 from npu_compiler.program.trust import UNKNOWN
 from npu_runtime import Backend, CPUBackend, Device
 from npu_runtime.cpu import native
+from npu_runtime.cpu.native.threads import usable_threads
 
 # In the environment, since pytest's workers are processes that inherit it.
 SEED = int(os.environ.setdefault("TEST_SEED", str(random.SystemRandom().randrange(2**31))))
@@ -64,8 +65,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one worker more than there are cores: tests of servers and processes wait for some of their time."""
-    return (os.cpu_count() or 1) + 1
+    """Return one worker more than there are cores for this process: tests of servers wait for some of their time."""
+    return usable_threads() + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
