@@ -64,7 +64,7 @@ def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]
     """Return contender → ‖result - reference‖ / ‖reference‖.
 
     Raises:
-        ValueError: a contender's error is much larger than that of eager PyTorch, or this one's answer is not finite.
+        ValueError: a contender's error is much larger than that of eager PyTorch, whose own answer must be finite.
     """
     if not results[EAGER].isfinite().all():
         raise ValueError("eager PyTorch's answer in float16 is not finite: these random weights decide nothing")

@@ -3,8 +3,8 @@
 Given:   y = conv2d(x), in memory as [1, 8, 8, 16];  t = copy(y as [64, 16]);  z = layernorm(t)
 Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
 
-The first kind remains where `channels_last` has changed the layout that a copy was made for, the others come from
-concatenations; `npu_compiler.program.placement` shows them.
+Such a copy remains where `channels_last` has changed the layout that it was made for. Copies into concatenations go by
+`npu_compiler.program.placement`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ GATED = {
     "matmul_kernel": "gated_matmul_vec_kernel",
     "quantized_matmul_kernel": "quantized_gated_matmul_vec_kernel",
 }
-
-
-# The same of products by experts.
+# A product by experts → its name with such a gate.
 GATED_EXPERTS = {
     "expert_matmul_kernel": "gated_expert_matmul",
     "quantized_expert_matmul_kernel": "quantized_gated_expert_matmul",

@@ -26,7 +26,6 @@ from npu_model.lowering.mapper import Choices, Mapper
 
 _SHARES = 8  # shares of the scratchpad that are tried for weights
 _NONE: frozenset[int] = frozenset()  # no operands
-_NOTHING: frozenset[tuple[int, int]] = frozenset()  # no bytes
 
 
 @dataclass
@@ -201,7 +200,8 @@ class _Stay:
     def _highest_free(self, value: _Value) -> int | None:
         """The highest address at which a value overlaps none that is live at the same time; None if it does not fit."""
         end, size = self._size, value.size
-        for first, behind in sorted(_NOTHING.union(*self._live[value.first : value.last + 1]), reverse=True):
+        taken = set[tuple[int, int]]().union(*self._live[value.first : value.last + 1])
+        for first, behind in sorted(taken, reverse=True):
             if end - size >= behind:
                 return end - size
             if first < end:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ class HostGPU(CPUBackend):
 
 
 class Outputs(nn.Module):
-    """Returns two tensors of different dtypes, of which one is also read by a later part."""
+    """Returns a tensor and the places of its largest elements, so outputs of different dtypes."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = torch.relu(x) + 1
@@ -85,9 +84,7 @@ def test_outputs_that_the_caller_keeps_are_new_tensors_at_each_call(
         extract_ir(module, [torch.zeros(3, 8)]), backend.target, npu_compiler.CompileOptions(compute_dtype=dtype)
     )
     bound = Executor(program, backend).bound(load_weights({}, program, backend))
-    device = SimpleNamespace(index=0)
-    ports = gpu_ports.GPUPorts(program, bound, backend, device, set(kept), set())  # type: ignore[arg-type]
-    ports._device = torch.device("cpu")  # where new tensors are made
+    ports = gpu_ports.GPUPorts(program, bound, backend, torch.device("cpu", 0), set(kept), set())  # type: ignore[arg-type]
     given = [torch.from_numpy(rng.standard_normal((3, 8), np.float32)) for _ in range(4)]
     results = []
     for x in given:
