@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import openai
@@ -20,7 +21,7 @@ import pytest
 from fake_engine import HERMES, NAME, served
 from tiny_llms import save_tiny, save_tokenizer
 
-from npu_sim.llm import LanguageModel, chat, load_checkpoint
+from npu_sim.llm import LanguageModel, StreamDecoder, TextStream, chat_prompt, load_checkpoint
 from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
 
 pytest.importorskip("ray", exc_type=ImportError)
@@ -29,8 +30,8 @@ from npu_sim.serving.cluster import Deployment, RemoteEngine, Scale, cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
-STREAMS, TOKENS = 100, 60
-MANY_TOKENS = 300  # so that streams are still under way when a replica is killed, however fast the engine is
+STREAMS, TOKENS, MAX_BATCH = 100, 60, 4
+MANY_TOKENS = 300  # so that a stream is far from its end when its first text arrives; a step takes half a millisecond
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
 SCHEMA = {"type": "object", "properties": {"n": SMALL}, "required": ["n"], "additionalProperties": False}
 
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, **changes: Any) -> ReplicaSettings:
-    sizes = {"context_length": 384, "max_batch": 4, "prefill_tokens": 12, **changes}
+    sizes = {"context_length": 384, "max_batch": MAX_BATCH, "prefill_tokens": 12, **changes}
     return ReplicaSettings(str(folder), "float32", device="cpu", tune=False, engine=EngineSettings(**sizes))
 
 
@@ -67,8 +68,17 @@ def message(index: int) -> str:
     return f"the cat {index % 6} sat on the mat"
 
 
-def stream(client: openai.OpenAI, index: int, tokens: int = TOKENS) -> Reply:
-    """Return a client's reply from a stream read to its end; a connection that is cut fails the test."""
+def reply_alone(model: LanguageModel, index: int, tokens: int = TOKENS) -> str:
+    """Return what a model says to `message(index)` in so many tokens, whether or not an end is among them."""
+    generation = model.generate(chat_prompt(model, message(index)), tokens, stop=frozenset())
+    return "".join(TextStream(generation, StreamDecoder(model.checkpoint.tokenizer)))
+
+
+def stream(client: openai.OpenAI, index: int, tokens: int = TOKENS, begun: Semaphore | None = None) -> Reply:
+    """Return a client's reply from a stream read to its end; a connection that is cut fails the test.
+
+    Releases `begun` once, when the first text arrives.
+    """
     text = ""
     try:
         chunks = client.chat.completions.create(
@@ -77,8 +87,11 @@ def stream(client: openai.OpenAI, index: int, tokens: int = TOKENS) -> Reply:
             temperature=0,
             max_tokens=tokens,
             stream=True,
+            extra_body={"ignore_eos": True},
         )
         for chunk in chunks:
+            if begun is not None and not text and chunk.choices[0].delta.content:
+                begun.release()
             text += chunk.choices[0].delta.content or ""
     except openai.APIConnectionError:
         raise
@@ -98,15 +111,16 @@ def wait_until(condition: Any, seconds: float, engine: RemoteEngine) -> None:
 def test_a_replica_that_is_killed_fails_its_streams_only_and_is_replaced(folder: Path) -> None:
     checkpoint = load_checkpoint(folder, "float32")
     single = LanguageModel(checkpoint, device="cpu", cache_length=384)
-    right = ["".join(chat(single, message(index), max_new_tokens=MANY_TOKENS)) for index in range(6)]
+    right = [reply_alone(single, index, MANY_TOKENS) for index in range(6)]
+    begun = Semaphore(0)
     with replicas(folder, Scale(2, 2)) as engine, served(checkpoint, engine=engine) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
-        before = {one.replica: one for one in engine.replicas()}
-        assert len(before) == 2
+        wait_until(lambda: len(engine.replicas()) == 2, 300, engine)
+        killed = engine.replicas()[0]
         with ThreadPoolExecutor(STREAMS) as pool:
-            asked = [pool.submit(stream, client, index, MANY_TOKENS) for index in range(STREAMS)]
-            wait_until(lambda: all(one.stats.new_tokens > 40 for one in engine.replicas()), 300, engine)
-            killed = next(iter(before.values()))
+            asked = [pool.submit(stream, client, index, MANY_TOKENS, begun) for index in range(STREAMS)]
+            for _ in range(MAX_BATCH + 1):  # more than one replica runs at a time, so both have begun
+                assert begun.acquire(timeout=300)
             os.kill(killed.pid, signal.SIGKILL)
             replies = [reply.result(600) for reply in asked]
         lost = [reply for reply in replies if reply.error is not None]
@@ -129,7 +143,7 @@ def test_two_ranks_in_two_bundles_answer_as_one_and_an_update_keeps_streams(fold
 
     checkpoint = load_checkpoint(folder, "float32")
     single = LanguageModel(checkpoint, device="cpu", cache_length=384)
-    right = ["".join(chat(single, message(index), max_new_tokens=TOKENS)) for index in range(6)]
+    right = [reply_alone(single, index) for index in range(6)]
     with (
         replicas(folder, Scale(1, 1), tensor_parallel=2) as engine,
         served(checkpoint, engine=engine) as server,
@@ -183,7 +197,7 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch: pytest.M
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_command_ends_with_all_processes_of_its_cluster(folder: Path) -> None:
     options = ["--ray", "--port", "0", "--device", "cpu", "--no-tune", "--dtype", "float32", "--name", NAME]
-    options += ["--context-length", "384", "--max-batch", "4", "--prefill-tokens", "12"]
+    options += ["--context-length", "384", "--max-batch", str(MAX_BATCH), "--prefill-tokens", "12"]
     process = subprocess.Popen(
         [sys.executable, "-m", "npu_sim.cli", "serve", str(folder), *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -198,7 +212,7 @@ def test_the_command_ends_with_all_processes_of_its_cluster(folder: Path) -> Non
         url = line.partition("is served at ")[2].partition(";")[0]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
         single = LanguageModel(load_checkpoint(folder, "float32"), device="cpu", cache_length=384)
-        assert stream(client, 0) == Reply("".join(chat(single, message(0), max_new_tokens=TOKENS)), None)
+        assert stream(client, 0) == Reply(reply_alone(single, 0), None)
         started = descendants(process.pid)
         assert len(started) > 3
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
