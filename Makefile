@@ -65,6 +65,7 @@ test-decoders: venv
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_features.py
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pages.model_types
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_variants.py --compiled
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_draws.py
 
 # The native CPU kernels at each level that this machine runs.
 test-levels: venv

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import decoder_answers
+import decoder_draws
 import decoder_features
 import decoder_variants
 import decoders
@@ -191,6 +192,14 @@ def test_model_types_do_what_the_page_says_or_better(model_type: str, dtype: str
     outcomes, _ = decoders.isolated(lambda: decoders.tried(model_type, dtypes=(dtype,)))
     allowed = {"right"} | {outcome["kind"] for outcome in known.values()} & {"refused", "fails"}
     assert {outcome.kind for outcome in outcomes.values()} <= allowed, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", _RANDOM.sample(decoders.model_types(), 12))
+def test_random_configs_are_computed_or_refused(model_type: str) -> None:
+    """`make test-decoders` draws one of each model type."""
+    outcomes, _ = decoders.isolated(lambda: decoder_draws.tried(model_type, _RANDOM.randrange(1 << 16)))
+    assert outcomes and {outcome.kind for outcome in outcomes.values()} <= {"right", "refused", "fails"}, outcomes
 
 
 def check_variant(name: str) -> None:
