@@ -79,12 +79,12 @@ def choices(config: dict[str, Any]) -> dict[str, list[Any]]:
         elif isinstance(value, dict):
             found.update(choices({key: inner for key, inner in value.items() if isinstance(key, str)}))
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = [size for size in _SIZES[name] if size != value]
+            found[name] = [*_SIZES[name]]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
             found[name] = [[kind] * len(value) for kind in dict.fromkeys(value)] + [value[::-1]]
         elif value is not None and (others := other_values(name, value)):
             found[name] = others
-    return found
+    return {name: others for name, values in found.items() if (others := [x for x in values if x != config.get(name)])}
 
 
 def drawn_changes(model_type: str, draw: random.Random) -> dict[str, Any]:
