@@ -128,10 +128,10 @@ def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model
     assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes
 
 
-@pytest.mark.parametrize("model_type", ["gemma2"])
-def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
-    """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
-    outcomes = decoders.tried(model_type, dtypes=("float32",))
+@pytest.mark.parametrize(("model_type", "dtypes"), [("gemma2", ["float32"]), ("gpt_oss", ["float32", "bfloat16"])])
+def test_a_model_type_is_right_by_both_routes(model_type: str, dtypes: list[str]) -> None:
+    """Layers alternate between a window and all tokens; those of Gemma 2 cap scores, those of gpt-oss have sinks."""
+    outcomes = decoders.tried(model_type, dtypes=dtypes)
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
