@@ -1,6 +1,6 @@
 // Attention of one query of one head by a threadgroup: every eight lanes follow a stream of keys of their own, and in the end
-// the streams are merged. A `Problem` says where the rows of queries, keys and values are, which keys a query attends to, and
-// where the result goes.
+// the streams are merged. A `Problem` says where the rows of queries, keys and values are, which keys a query attends to, what
+// weight belongs to no key, and where the result goes.
 
 #include "common.metal"
 
@@ -157,6 +157,7 @@ inline void attend(
     for (uint group = 0; group < place.groups; group++) {
         total += total_of[group] * exp(largest_of[group] - largest);
     }
+    total += problem.sink_weight(largest);
     for (uint i = place.thread_index(); i < min(WIDTH, width - first_dim); i += place.thread_count()) {
         float value = 0.0f;
         for (uint group = 0; group < place.groups; group++) {

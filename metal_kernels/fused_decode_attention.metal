@@ -59,6 +59,7 @@ struct Problem {
     }
 
     float capped(float score) const { return score; }
+    float sink_weight(float) const { return 0.0f; }
 
     void put(uint query, uint dim, float value) const {
         const uint index = base(views[4], head) + query * views[4].strides[2] + dim * views[4].strides[3];

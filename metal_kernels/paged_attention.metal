@@ -3,7 +3,9 @@
 
 #include "attention_query.metal"
 
-constant uint out_type [[function_constant(3)]];
+constant uint sinks_type [[function_constant(3)]];
+constant uint out_type [[function_constant(4)]];
+constant bool has_sinks [[function_constant(5)]];
 
 struct PagedAttentionParams {
     float scale;
@@ -17,8 +19,9 @@ struct PagedProblem {
     device const void *k;
     device const void *v;
     device const int *table;
+    device const void *sinks;
     device void *out;
-    constant Strided *views;  // q, k, v, tables, sequences, positions, out
+    constant Strided *views;  // q, k, v, tables, sequences, positions, sinks, out
     float scale;
     uint block_size;
     uint keys;  // up to the token's own
@@ -49,16 +52,20 @@ struct PagedProblem {
         return soft_cap == 0.0f ? score : soft_cap * precise::tanh(score / soft_cap);
     }
 
+    float sink_weight(float largest) const {
+        return has_sinks ? exp(load(sinks, sinks_type, head * views[6].strides[0]) - largest) : 0.0f;
+    }
+
     void put(uint token, uint dim, float value) const {
-        const uint index = token * views[6].strides[0] + head * views[6].strides[1] + dim * views[6].strides[2];
+        const uint index = token * views[7].strides[0] + head * views[7].strides[1] + dim * views[7].strides[2];
         store(out, out_type, index, value);
     }
 };
 
 inline PagedProblem paged_problem(
     device const void *q, device const void *k, device const void *v, device const int *tables,
-    device const int *sequences, device const int *positions, device void *out, constant PagedAttentionParams &params,
-    constant Strided *views, uint token, uint head
+    device const int *sequences, device const int *positions, device const void *sinks, device void *out,
+    constant PagedAttentionParams &params, constant Strided *views, uint token, uint head
 ) {
     const int sequence = clamp(sequences[token * views[4].strides[0]], 0, int(views[3].shape[0]) - 1);
     const int context = int(views[3].shape[1] * params.block_size);
@@ -67,7 +74,7 @@ inline PagedProblem paged_problem(
     const uint keys = uint(position) + 1;
     const uint first = params.window == 0 || keys < params.window ? 0 : keys - params.window;
     return PagedProblem{
-        q, k, v, table, out, views, params.scale, params.block_size, keys, first, params.soft_cap, head
+        q, k, v, table, sinks, out, views, params.scale, params.block_size, keys, first, params.soft_cap, head
     };
 }
 
@@ -78,9 +85,10 @@ kernel void paged_attention_kernel(
     device const int *tables [[buffer(3)]],
     device const int *sequences [[buffer(4)]],
     device const int *positions [[buffer(5)]],
-    device void *out [[buffer(6)]],
-    constant PagedAttentionParams &params [[buffer(7)]],
-    constant Strided *views [[buffer(8)]],
+    device const void *sinks [[buffer(6), function_constant(has_sinks)]],
+    device void *out [[buffer(7)]],
+    constant PagedAttentionParams &params [[buffer(8)]],
+    constant Strided *views [[buffer(9)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -89,8 +97,8 @@ kernel void paged_attention_kernel(
     threadgroup float sums[DECODE_GROUPS * HELD_WIDTH];
     threadgroup float largest_of[DECODE_GROUPS];
     threadgroup float total_of[DECODE_GROUPS];
-    const PagedProblem problem
-        = paged_problem(q, k, v, tables, sequences, positions, out, params, views, position.x, position.y);
+    const PagedProblem problem = paged_problem(
+        q, k, v, tables, sequences, positions, has_sinks ? sinks : q, out, params, views, position.x, position.y);
     attend<HeldQuery, HELD_WIDTH>(problem, position.x, 0, sums, largest_of, total_of, Place{lane, group, groups});
 }
 
@@ -102,9 +110,10 @@ kernel void paged_attention_wide_kernel(
     device const int *tables [[buffer(3)]],
     device const int *sequences [[buffer(4)]],
     device const int *positions [[buffer(5)]],
-    device void *out [[buffer(6)]],
-    constant PagedAttentionParams &params [[buffer(7)]],
-    constant Strided *views [[buffer(8)]],
+    device const void *sinks [[buffer(6), function_constant(has_sinks)]],
+    device void *out [[buffer(7)]],
+    constant PagedAttentionParams &params [[buffer(8)]],
+    constant Strided *views [[buffer(9)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -116,8 +125,8 @@ kernel void paged_attention_wide_kernel(
     const uint tokens = views[0].shape[0];
     const uint slice = position.x / tokens;
     const uint token = position.x - slice * tokens;
-    const PagedProblem problem
-        = paged_problem(q, k, v, tables, sequences, positions, out, params, views, token, position.y);
+    const PagedProblem problem = paged_problem(
+        q, k, v, tables, sequences, positions, has_sinks ? sinks : q, out, params, views, token, position.y);
     attend<ReadQuery, WIDE_WIDTH>(
         problem, token, slice * WIDE_WIDTH, sums, largest_of, total_of, Place{lane, group, groups});
 }

@@ -17,7 +17,7 @@ from cuda_compiler.rules.attention import (
     keys_of_tile,
     suits_tensor_cores,
     team_memory,
-    without_absent_limits,
+    without_absent_features,
 )
 from cuda_compiler.rules.rotary import by_heads
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
@@ -97,7 +97,7 @@ def attention_phase(match: AttentionMatch) -> Phase:
     splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), max(MULTIPROCESSORS // items, 1))
     constants |= {"splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS}
     return Phase(
-        without_absent_limits(match.call),
+        without_absent_features(match.call),
         file,
         function,
         {**match.inputs, "message": None},
@@ -144,6 +144,7 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
     update = steps.pop() if steps and steps[-1].kernel == "index_copy_pair_kernel" else None
     where = KERNELS[call.kernel].inputs_of(call)
     q, k, v = (where.pop(name) for name in "qkv")
+    sinks = where.pop("sinks", None)
     assert q is not None and k is not None and v is not None
     if update is not None and not _updates(update, k, v, 0 if _is_paged(call) else 2):
         return None
@@ -155,6 +156,8 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
     if origins is None:
         return None
     inputs: dict[str, View | None] = {**dict.fromkeys(_INPUTS), **where, **_origin_operands(origins, _is_paged(call))}
+    if sinks is not None:  # a source without any does not mention them
+        inputs["sinks"] = sinks
     outputs: dict[str, View | None] = {}
     if update is None:
         inputs |= {"k": k, "v": v}

@@ -119,18 +119,33 @@ def attend_split(
     return largest, weights.sum(-1, keepdims=True), weights @ v
 
 
-def combine_partials(largest: Array, total: Array, sums: Array) -> Array:
-    """The attention result [B, H, T, Dv] from the splits' stacked partial sums; 0 for a row that attends to no key."""
+def combine_partials(largest: Array, total: Array, sums: Array, sinks: Array | None = None) -> Array:
+    """The attention result [B, H, T, Dv] from the splits' stacked partial sums; 0 for a row that attends to no key.
+
+    Sinks [H], if there are any, are one more score of each head, which belongs to no key.
+    """
     shares = np.where(total == 0, 0, np.exp(largest - largest.max(0)))
     whole: Array = (shares * total).sum(0)
+    if sinks is not None:
+        whole = whole + np.exp(sinks.astype(np.float32)[:, None, None] - largest.max(0))
     result: Array = (shares * sums).sum(0) / np.where(whole == 0, 1, whole)
     return result
 
 
-def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits: int, soft_cap: float = 0.0) -> Array:
-    """Attention over splits of the keys; shapes as in `attend_split`, result [B, H, T, Dv]."""
+def attend_keys(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array,
+    scale: float,
+    splits: int,
+    soft_cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
+    """Attention over splits of the keys; shapes as in `attend_split`, sinks [H], result [B, H, T, Dv]."""
     parts = [attend_split(q, k, v, bias, scale, split, splits, soft_cap) for split in range(splits)]
-    return combine_partials(*(np.stack(part) for part in zip(*parts, strict=True))).astype(q.dtype)
+    largest, total, sums = (np.stack(part) for part in zip(*parts, strict=True))
+    return combine_partials(largest, total, sums, sinks).astype(q.dtype)
 
 
 def update_pool(pool: Array, slots: Array, rows: Array) -> Array:
@@ -153,10 +168,11 @@ def attend_pool(  # noqa: PLR0913 -- operands and parameters of the phase
     splits: int,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Paged attention of tokens of many sequences, each over splits of the keys up to its own position.
 
-    Shapes: q [T, H, D]; k [rows, KV, D]; v [rows, KV, Dv]; tables [S, blocks]; result [T, H, Dv].
+    Shapes: q [T, H, D]; k [rows, KV, D]; v [rows, KV, Dv]; tables [S, blocks]; sinks [H]; result [T, H, Dv].
 
     Args:
         reached: Each token's sequence and position.
@@ -171,7 +187,7 @@ def attend_pool(  # noqa: PLR0913 -- operands and parameters of the phase
         rows = tables[sequence, keys // block_size] * block_size + keys % block_size
         own_k, own_v = (pool[rows].swapaxes(0, 1)[None] for pool in (k, v))
         bias = np.broadcast_to(np.where(keys < first, _HIDDEN, 0), (1, q.shape[1], 1, len(keys)))
-        results.append(attend_keys(query[None, :, None], own_k, own_v, bias, scale, splits, soft_cap)[0, :, 0])
+        results.append(attend_keys(query[None, :, None], own_k, own_v, bias, scale, splits, soft_cap, sinks)[0, :, 0])
     return np.stack(results)
 
 

@@ -47,7 +47,7 @@ _MOST_STAGES = 4  # of keys and values
 _BARRIERS = 4 * 8  # bytes, for each stage
 _QUERIES_BARRIER = 8  # bytes
 _FEW_TILES = 2  # of keys, up to which warpgroups that start in turns only wait for each other
-PAGED = ("q", "k", "v", "tables", "sequences", "positions")
+_TABLES = 3  # place of the block tables among the inputs of paged attention
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _MOST_SHARERS = 8  # blocks of a cluster
@@ -223,9 +223,15 @@ def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -
     return {"sums": sums, "stats": stats}
 
 
-def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out: View) -> KernelCall:
-    """The call of the kernel that combines the partial sums of each row (`parts`, see `_partial_sums`) into `out`."""
-    *lead, splits, value_width = parts["sums"].shape
+def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View | None], out: View) -> KernelCall:
+    """The call of the kernel that combines the partial sums of each row (see `_partial_sums`) into `out`.
+
+    Args:
+        parts: The partial sums; and, if there are any, the heads' sinks.
+    """
+    sums = parts["sums"]
+    assert sums is not None
+    *lead, splits, value_width = sums.shape
     combine = make.kernel(
         call,
         "attention/attention.cu",
@@ -407,10 +413,10 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
             call reads besides q, k and v. With this, the first keys may be read while that kernel still runs, except
             before Hopper and if most tokens belong to prompts. None means to wait for that kernel.
     """
-    call = without_absent_limits(call)
+    call = without_absent_features(call)
     q, k, v, *_ = call.inputs
     (out,) = call.outputs
-    inputs: dict[str, View | None] = {**dict(zip(PAGED, call.inputs, strict=True)), "written": None}
+    inputs: dict[str, View | None] = {**paged_inputs(call), "written": None}
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
         return [_paged_plain(make, call, inputs)]
@@ -461,22 +467,28 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         constants={**constants, "splits": splits},
         min_blocks=_MIN_BLOCKS,
     )
-    return [split, _combine(make, call, parts, out.unsqueeze(2))]
+    sinks = {name: view for name, view in inputs.items() if name == "sinks"}
+    return [split, _combine(make, call, {**parts, **sinks}, out.unsqueeze(2))]
 
 
-def without_absent_limits(call: KernelCall) -> KernelCall:
-    """A call of paged attention without the parameters of a window or a soft cap that it does not have.
+def without_absent_features(call: KernelCall) -> KernelCall:
+    """A call of paged attention without the parameters of a window, a soft cap or sinks that it does not have.
 
     Its source does not mention them then.
     """
-    params = {name: value for name, value in call.params.items() if value or name not in ("window", "soft_cap")}
-    return replace(call, params=params)
+    features = ("window", "soft_cap", "has_sinks")
+    return replace(call, params={name: value for name, value in call.params.items() if value or name not in features})
+
+
+def paged_inputs(call: KernelCall) -> dict[str, View]:
+    """The inputs of a call of paged attention by name, without sinks if it has none."""
+    return {name: view for name, view in KERNELS[call.kernel].inputs_of(call).items() if view is not None}
 
 
 def keys_of_tile(call: KernelCall, tile_tokens: int) -> int:
     """Greatest number of keys that a tile of so many tokens of a sequence reads, in whole blocks of the pool."""
     block_size = int(call.params["block_size"])
-    context = call.inputs[PAGED.index("tables")].shape[1] * block_size
+    context = call.inputs[_TABLES].shape[1] * block_size
     window = call.params.get("window", 0)
     return min(context, (groups(window + tile_tokens - 1, block_size) + 1) * block_size) if window else context
 

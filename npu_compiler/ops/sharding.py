@@ -150,10 +150,11 @@ def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
 
 
 def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide paged attention by heads, like `shard_attention`; tables, sequences and positions are whole."""
+    """Divide paged attention by heads, like `shard_attention`, sinks too; tables, sequences and positions are whole."""
     if len(split) != 1 or split[0][0] != 1:
         return None
-    splits = _by_heads(node, graph, split)
+    ((_, parts),) = split
+    splits = {**_by_heads(node, graph, split), **dict.fromkeys(node.inputs[6:], ((0, parts),))}
     return Shards(splits) if splits.get(tensor) == split else None
 
 

@@ -90,7 +90,7 @@ declare_kernel(
     "paged_attention_kernel",
     Family.ATTENTION,
     "q:f[n,h,.d] k:f[rows,shared,.d] v:f[rows,shared,.e] tables:i[s,.t] sequences:i[.n] positions:i[.n]"
-    " -> out:f[n,h,.e]",
+    " sinks?:f[.h] -> out:f[n,h,.e]",
     source="paged_attention.metal",
     grid=Grid.TOKENS,
     where=lambda call: (
@@ -357,13 +357,15 @@ def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, flo
 
 def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shapes = [graph.tensors[name].shape for name in node.inputs]
-    (query, keys, values, tables, sequences, positions), block = shapes, node.attrs["block_size"]
-    if [len(shape) for shape in shapes] != [3, 3, 3, 2, 1, 1]:
+    (query, keys, values, tables, sequences, positions, *sinks), block = shapes, node.attrs["block_size"]
+    if [len(shape) for shape in shapes] != [3, 3, 3, 2, 1, 1, *(1 for _ in sinks)]:
         return f"paged attention over shapes {[list(shape) for shape in shapes]}"
     if keys[:2] != values[:2] or keys[2] != query[2] or keys[1] == 0 or query[1] % keys[1]:
         return f"paged attention of queries {list(query)} over keys {list(keys)} and values {list(values)}"
     if not sequences == positions == query[:1] or 0 in (*tables, query[2]):
         return f"paged attention of queries {list(query)} over tables {list(tables)}"
+    if any(shape != query[1:2] for shape in sinks):
+        return f"paged attention of queries {list(query)} with sinks {list(sinks[0])}"
     if block < 1 or keys[0] < block or keys[0] % block:
         return f"paged attention over {keys[0]} rows in blocks of {block}"
     window, soft_cap = node.attrs.get("window", 0), node.attrs.get("soft_cap", 0.0)
@@ -371,14 +373,14 @@ def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return f"paged attention with a window of {window} keys and a soft cap of {soft_cap}"
     if graph.tensors[node.inputs[1]].storage != graph.tensors[node.inputs[2]].storage:
         return "paged attention whose keys and values are stored in different dtypes"
-    if not all(is_int(graph.tensors[name].dtype) for name in node.inputs[3:]):
+    if not all(is_int(graph.tensors[name].dtype) for name in node.inputs[3:6]):
         return "paged attention whose tables, sequences or positions are not integers"
     return None
 
 
 @register_op(
     "npu.paged_attention",
-    tensors=("query", "keys", "values", "tables", "sequences", "positions"),
+    tensors=("query", "keys", "values", "tables", "sequences", "positions", "sinks"),
     unsupported=_paged_unsupported,
     one_dtype=True,
     shard=shard_paged_attention,
@@ -393,10 +395,11 @@ def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
 
     With a `window` above 0 it attends to the last `window` of these positions alone; what the rows of earlier ones and
     their entries in the table hold does not matter. With a `soft_cap` c above 0, a scaled score s becomes c · tanh(s /
-    c) before the softmax.
+    c) before the softmax. With `sinks` [H], the softmax of each head has one more score, which is neither scaled nor
+    capped and belongs to no key: it takes its share of the weights.
     """
-    q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
-    tables, sequences, positions = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[3:])
+    q, k, v, *others = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs)
+    tables, _, _, *sinks = others
     out = ctx.output()
     block = int(node.attrs["block_size"])
     window, soft_cap = int(node.attrs.get("window", 0)), float(node.attrs.get("soft_cap", 0.0))
@@ -407,9 +410,9 @@ def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
     params = {"scale": float(node.attrs["scale"]), "block_size": block, "window": window, "soft_cap": soft_cap}
     ctx.emit(
         "paged_attention_kernel",
-        [q, k, v, tables, sequences, positions],
+        [q, k, v, *others],
         [out],
-        params,
+        {**params, "has_sinks": int(bool(sinks))},
         flops=2 * (q.numel + out.numel) * keys,
-        bytes_moved=read + sum(distinct_bytes(view) for view in (q, tables, sequences, positions, out)),
+        bytes_moved=read + sum(distinct_bytes(view) for view in (q, *others, out)),
     )

@@ -159,7 +159,7 @@ def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
     DMA engines gather the block table of the token's sequence, then the rows of keys and values; the vector engine
     computes the row numbers and a mask of the keys up to the token's position, or of those in its window, though all
-    are gathered. Out-of-range numbers are clamped.
+    are gathered. Out-of-range numbers are clamped. A head's sink adds to the sum of its weights in the end.
     """
     tokens, heads, width = o.q.shape
     rows, shared, value_width = o.v.shape
@@ -182,6 +182,8 @@ def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 operands = q, _by_group(k), _by_group(v), mask.reshaped((Axis(1), Axis(1), Axis(1), axis), (0, 0, 0, 1))
                 _attend(e, o, tiles, operands, axis, () if parts(blocks, together) == 1 else (e.depth - 1,))
             out_box = [*box, (ZERO, value_width)]
+            if o.sinks is not None:
+                _add_sinks(e, tiles, e.load(o.sinks, box[1:], queue=3))
             out, is_stored = e.result(o.out, out_box)
             _divide(e, tiles, _with_queries(out))
             if is_stored:
@@ -258,6 +260,18 @@ def _attend(
     products = [_values(e, tile, each[0], v, keys) for tile, each in zip(tiles, weights, strict=True)]
     for tile, (_, scaling), added in zip(tiles, weights, products, strict=True):
         _add(e, tile, scaling, added, begins)
+
+
+def _add_sinks(e: Emitter, tiles: Sequence[_Part], sinks: Piece) -> None:
+    """Add the weight of each head's sink [heads] to the sums of weights, relative to the largest score of the keys."""
+    (heads,), (step,) = sinks.axes, sinks.strides
+    by_heads = sinks.reshaped((Axis(1), heads, Axis(1), Axis(1)), (0, step, 0, 0))
+    for tile in tiles:
+        program = VectorProgram([*tile.own, Axis(1)])
+        sink = program.input_tile(by_heads, tile.by_heads(by_heads))
+        largest, sums = (program.input(state, 0, 1, 2, None) for state in tile.state[:2])
+        weight = program.op("exp", program.op("sub", sink, largest))
+        program.emit(e, [(program.op("add", sums, weight), tile.state[1], (0, 1, 2, None))])
 
 
 def _divide(e: Emitter, tiles: Sequence[_Part], out: Piece) -> None:

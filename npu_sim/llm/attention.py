@@ -250,16 +250,17 @@ def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
 
-    Query [N, H, D], keys [rows, KV, D], values [rows, KV, Dv], tables [S, T], sequences and positions [N] → [N, H, Dv],
-    in the query's dtype. The trace of a model has this as one op, which
+    Query [N, H, D], keys [rows, KV, D], values [rows, KV, Dv], tables [S, T], sequences and positions [N], sinks [H]
+    → [N, H, Dv], in the query's dtype. The trace of a model has this as one op, which
     `npu_compiler.ops.transformer.lower_paged_attention` lowers; see there for the keys that a token attends to, and for
-    the soft cap.
+    the soft cap and the sinks.
     """
     where = (tables, sequences, positions, block_size)
-    return attention.paged_attention(query, keys, values, *where, scale, window, soft_cap).to(query.dtype)
+    return attention.paged_attention(query, keys, values, *where, scale, window, soft_cap, sinks).to(query.dtype)
 
 
 @paged_attention.register_fake
@@ -268,7 +269,7 @@ def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) ->
 
 
 @folded
-def attend_to_pages(
+def attend_to_pages(  # noqa: PLR0913 -- operands and parameters of the kernel
     module: nn.Module,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -277,6 +278,7 @@ def attend_to_pages(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -286,6 +288,7 @@ def attend_to_pages(
         attention_mask: Result of `PagePlaces.mask`; None is refused.
         scaling: Factor of the scores. None: 1 / √D.
         softcap: Bound c of the scores, which become c · tanh(score / c). None: they are not bounded.
+        s_aux: Sinks [H], one more score of each head's softmax, which belongs to no key. None: there are none.
 
     Raises:
         InputError: the model asks for a feature that paged attention lacks.
@@ -298,7 +301,8 @@ def attend_to_pages(
     paging = attention_mask.paging
     tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
     scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask.window
-    return paged_attention(tokens, keys, values, *where, paging.block_size, scale, window, softcap or 0.0)[None], None
+    sizes = (paging.block_size, scale, window, softcap or 0.0)
+    return paged_attention(tokens, keys, values, *where, *sizes, s_aux)[None], None
 
 
 @folded

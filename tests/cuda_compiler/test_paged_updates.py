@@ -63,7 +63,7 @@ def plan_of(
         view(name, *where[name].shape, kind="int32") for name in ("index", "tables", "sequences", "positions")
     )
     update = KernelCall("index_copy_pair_kernel", "", (index, *new), (*pools,), {"dim": 0, "checked": 1}, "update")
-    params = {"scale": WIDTH**-0.5, "block_size": block_size, "window": window, "soft_cap": 0.0}
+    params = {"scale": WIDTH**-0.5, "block_size": block_size, "window": window, "soft_cap": 0.0, "has_sinks": 0}
     attention = KernelCall("paged_attention_kernel", "", (q, *pools, *rest), (out,), params, "attention")
     views = {view.buffer: view for call in (update, attention) for view in (*call.inputs, *call.outputs)}
     buffers = {

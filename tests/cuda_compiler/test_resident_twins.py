@@ -95,6 +95,7 @@ def test_attention_over_splits_means_what_its_calls_do(
     normed=st.booleans(),
     window=st.sampled_from([0, 1, 9, 33]),
     soft_cap=st.sampled_from([0.0, 1.5]),
+    sinks=st.booleans(),
 )
 def test_attention_over_a_pool_means_what_its_calls_do(
     seed: int,
@@ -108,10 +109,11 @@ def test_attention_over_a_pool_means_what_its_calls_do(
     normed: bool,
     window: int,
     soft_cap: float,
+    sinks: bool,
 ) -> None:
     phases = Phases(dtype, np.random.default_rng(seed))
     sizes = (sharing * kv_heads, kv_heads, reached, 2 * half_width, splits, block_size, normed)
-    phases.paged_attention(*sizes, window, soft_cap)
+    phases.paged_attention(*sizes, window, soft_cap, sinks)
     check_attention(phases, dtype, normed)
 
 
@@ -192,6 +194,14 @@ def windowed_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
     """Paged attention of tokens that see a window alone, with a soft cap of their scores."""
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.paged_attention(6, 2, REACHED[:tokens], 64, splits=8, window=100, soft_cap=1.5)
+    phases.product(h, "out", 96, normed=True)
+    return phases
+
+
+def paged_attention_with_sinks(dtype: str, seed: int, tokens: int) -> Phases:
+    """Paged attention whose heads have sinks; some splits of some tokens have no keys, and a window hides others."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.paged_attention(6, 2, REACHED[:tokens], 64, splits=8, window=400, sinks=True)
     phases.product(h, "out", 96, normed=True)
     return phases
 
@@ -279,6 +289,7 @@ PHASES_IN_16_BITS = {
     "paged attention": paged_attention,
     "wide paged attention": wide_paged_attention,
     "windowed paged attention": windowed_paged_attention,
+    "paged attention with sinks": paged_attention_with_sinks,
     "products between norms": products_between_norms,
     "normed paged attention": normed_paged_attention,
 }

@@ -204,6 +204,41 @@ def test_attention_is_divided_by_heads_and_keys_with_their_queries() -> None:
     assert plan.gathered == {graph.outputs[0]}
 
 
+@settings(max_examples=12, deadline=None)
+@given(ranks=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**16))
+def test_sinks_of_paged_attention_are_divided_with_the_heads(ranks: int, kv_heads: int, seed: int) -> None:
+    heads, width, rng = 8, 8, np.random.default_rng(seed)
+    g = IRBuilder()
+    x, pools = g.input("x", TOKENS, width), [g.input(name, 16, kv_heads, HEAD) for name in ("k", "v")]
+    sizes = {"tables": (1, 4), "sequences": (TOKENS,), "positions": (TOKENS,), "index": (TOKENS,)}
+    *where, index = [g.input(name, *shape, dtype="int64") for name, shape in sizes.items()]
+
+    def by_head(name: str, count: int) -> Tensor:
+        rows = g("aten.linear.default", x, g.weight(name, count * HEAD, width))
+        view: Tensor = g("aten.view.default", rows, [TOKENS, -1, HEAD])
+        return view
+
+    q = by_head("q", heads)
+    pools = [
+        g("aten.index_copy.default", pool, 0, index, by_head(name, kv_heads))
+        for pool, name in zip(pools, ("keys", "values"), strict=True)
+    ]
+    shape, params = ((TOKENS, heads, HEAD), "float32"), {"block_size": 4, "scale": 0.5, "window": 3, "soft_cap": 0.0}
+    attended = g("npu.paged_attention.default", q, *pools, *where, g.weight("sinks", heads), out=shape, **params)
+    joined = g("aten.reshape.default", attended, [TOKENS, heads * HEAD])
+    g.output(g("aten.linear.default", joined, g.weight("o", width, heads * HEAD)), *pools)
+    assert f"weight %p_sinks.shard = shard(sinks, axis=0, parts={ranks}, ranks={ranks})" in divided(g, ranks)
+    inputs = {
+        "x": rng.standard_normal((TOKENS, width)).astype(np.float32),
+        **{name: rng.standard_normal((16, kv_heads, HEAD)).astype(np.float32) for name in ("k", "v")},
+        "tables": rng.permutation(4)[None],
+        "sequences": np.zeros(TOKENS, np.int64),
+        "positions": np.arange(5, 5 + TOKENS),
+        "index": rng.permutation(16)[:TOKENS],
+    }
+    compare(g, ranks, rng, inputs)
+
+
 @pytest.mark.parametrize(
     ("heads", "inner", "said"),
     [

@@ -255,12 +255,12 @@ def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format:
 @given(
     n=st.integers(1, 5), shared=st.integers(1, 3), rep=st.integers(1, 3), d=st.integers(1, 16), e=st.integers(1, 24),
     block=st.integers(1, 8), pool=st.integers(1, 6), s=st.integers(1, 3), t=st.integers(1, 9),
-    window=st.sampled_from([0, 1, 5]), soft_cap=st.sampled_from([0.0, 1.5]),
+    window=st.sampled_from([0, 1, 5]), soft_cap=st.sampled_from([0.0, 1.5]), sinks=st.booleans(),
     dtype=st.sampled_from(["float32", "float16"]), seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_attention_over_a_pool_of_blocks(
     name: str, n: int, shared: int, rep: int, d: int, e: int, block: int, pool: int, s: int, t: int, window: int,
-    soft_cap: float, dtype: str, seed: int,
+    soft_cap: float, sinks: bool, dtype: str, seed: int,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     lists = {  # some are out of range, and count as the nearest
@@ -271,8 +271,11 @@ def test_attention_over_a_pool_of_blocks(
     shapes = {"q": (n, shared * rep, d), "k": (pool * block, shared, d), "v": (pool * block, shared, e)}
     operands = [tensor(rng, key, shape, dtype, packed=1) for key, shape in shapes.items()]
     operands += [tensor(rng, key, x.shape, "int32", packed=1, data=x) for key, x in lists.items()]
+    operands += [tensor(rng, "sinks", (shared * rep,), dtype, packed=1) for _ in range(sinks)]
     out = tensor(rng, "out", (n, shared * rep, e), dtype, packed=1)
-    params = {"scale": d**-0.5, "block_size": block, "window": window, "soft_cap": soft_cap}
+    params = {
+        "scale": d**-0.5, "block_size": block, "window": window, "soft_cap": soft_cap, "has_sinks": int(sinks)
+    }  # fmt: skip
     assert_same(name, "paged_attention_kernel", operands, [out], params, tolerance=4.0)
 
 

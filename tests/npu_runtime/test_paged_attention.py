@@ -33,7 +33,7 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Pool:
-    """Operands of the kernel, in order, and its block size, window and soft cap."""
+    """Operands of the kernel, in order, and its block size, window and soft cap. The seventh operand is the sinks."""
 
     operands: tuple[np.ndarray, ...]
     block_size: int
@@ -44,9 +44,14 @@ class Pool:
     def params(self) -> dict[str, Any]:
         return {"scale": SCALE, "block_size": self.block_size, "window": self.window, "soft_cap": self.soft_cap}
 
+    @property
+    def sinks(self) -> np.ndarray | None:
+        return self.operands[6] if len(self.operands) > 6 else None
+
     def expected(self) -> np.ndarray:
         """[N, H, E], float64."""
-        q, k, v, tables, sequences, positions = self.operands
+        q, k, v, tables, sequences, positions, *_ = self.operands
+        sinks = np.full(q.shape[1], -np.inf) if self.sinks is None else self.sinks.astype(np.float64)
         shared = q.shape[1] // k.shape[1]
         out = np.empty((*q.shape[:2], v.shape[2]))
         for n in range(len(q)):
@@ -56,8 +61,9 @@ class Pool:
                 keys, values = (x[rows, head // shared].astype(np.float64) for x in (k, v))
                 scores = SCALE * keys @ q[n, head].astype(np.float64)
                 scores = self.soft_cap * np.tanh(scores / self.soft_cap) if self.soft_cap else scores
-                weights = np.exp(scores - scores.max())
-                out[n, head] = weights @ values / weights.sum()
+                highest = max(scores.max(), sinks[head])
+                weights = np.exp(scores - highest)
+                out[n, head] = weights @ values / (weights.sum() + np.exp(sinks[head] - highest))
         return out
 
 
@@ -71,6 +77,7 @@ def make_pool(
     dtype: np.dtype = DTYPES[0],
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: float | None = None,
 ) -> Pool:
     """Sequences whose blocks lie in the pool in any order; all rows that no token may attend to are NaN.
 
@@ -79,6 +86,7 @@ def make_pool(
     Args:
         lengths: Numbers of tokens of each sequence: in the cache, and in this step.
         heads: Numbers of heads of queries and of keys.
+        sinks: Mean of the heads' sinks, whose standard deviation is 2; None: no sinks.
     """
     random = np.random.default_rng(seed)
     firsts = [max(0, known + 1 - window) if window else 0 for known, _ in lengths]
@@ -101,7 +109,8 @@ def make_pool(
     q = random.standard_normal((len(positions), heads[0], width))
     floats = (x.astype(dtype) for x in (q, k, v))
     where = (tables, np.array(sequences, np.int32), np.array(positions, np.int32))
-    return Pool((*floats, *where), block_size, window, soft_cap)
+    scores = [] if sinks is None else [random.normal(sinks, 2.0, heads[0]).astype(dtype)]
+    return Pool((*floats, *where, *scores), block_size, window, soft_cap)
 
 
 def check(library: str, pool: Pool) -> None:
@@ -117,14 +126,16 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1,
 
 def run(library: str, pool: Pool, out: np.ndarray) -> None:
     if library == "native":
-        launch = native.paged_attention(*pool.operands, pool.block_size, SCALE, out, pool.window, pool.soft_cap)
+        sizes = (pool.block_size, SCALE, out, pool.window, pool.soft_cap)
+        launch = native.paged_attention(*pool.operands[:6], *sizes, pool.sinks)
         assert launch is not None
         launch()
     elif library == "numpy":
         CPU_KERNELS["paged_attention_kernel"](pool.operands, [out], pool.params)
     else:
         tensors = [numpy_to_tensor(x) for x in pool.operands]
-        out[...] = paged_attention(*tensors, pool.block_size, SCALE, pool.window, pool.soft_cap).numpy()
+        sizes = (pool.block_size, SCALE, pool.window, pool.soft_cap)
+        out[...] = paged_attention(*tensors[:6], *sizes, *tensors[6:]).numpy()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -137,6 +148,7 @@ def run(library: str, pool: Pool, out: np.ndarray) -> None:
     dtype=st.sampled_from(DTYPES),
     window=st.sampled_from([0, 1, 2, 7, 16, 17, 33]),
     soft_cap=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
+    sinks=st.sampled_from([None, -3.0, 0.0, 4.0]),
 )
 def test_every_token_attends_to_its_own_sequence_up_to_itself(
     library: str,
@@ -147,18 +159,43 @@ def test_every_token_attends_to_its_own_sequence_up_to_itself(
     dtype: np.dtype,
     window: int,
     soft_cap: float,
+    sinks: float | None,
 ) -> None:
     sizes: dict[str, Any] = {"block_size": block_size, "heads": heads, "window": window}
-    check(library, make_pool(seed, lengths, **sizes, dtype=dtype, soft_cap=soft_cap))
+    check(library, make_pool(seed, lengths, **sizes, dtype=dtype, soft_cap=soft_cap, sinks=sinks))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(("width", "window"), [(24, 0), (64, 0), (128, 0), (24, 130), (64, 37), (128, 512)])
+@pytest.mark.parametrize(
+    ("width", "window", "sinks"),
+    [
+        (24, 0, None),
+        (64, 0, None),
+        (128, 0, None),
+        (24, 130, None),
+        (64, 37, None),
+        (128, 512, None),
+        (24, 0, 2.0),
+        (64, 37, 6.0),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_contexts_and_long_pieces(library: str, width: int, window: int, dtype: np.dtype, seed: int) -> None:
+def test_long_contexts_and_long_pieces(
+    library: str, width: int, window: int, sinks: float | None, dtype: np.dtype, seed: int
+) -> None:
     """Contexts that several threads divide, pieces of prompts of many tiles, and more rows than pass together."""
     lengths = [(700, 1), (1, 3), (0, 150), (350, 2), (300, 70), (1600, 4)]
-    check(library, make_pool(seed, lengths, block_size=16, heads=(6, 1), width=width, dtype=dtype, window=window))
+    sizes: dict[str, Any] = {"block_size": 16, "heads": (6, 1), "width": width, "window": window}
+    check(library, make_pool(seed, lengths, **sizes, dtype=dtype, sinks=sinks))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_a_sink_far_above_or_below_all_scores(library: str, dtype: np.dtype, seed: int) -> None:
+    """One takes nearly all the weight, and one none; the sinks need not have the dtype of the queries."""
+    pool = make_pool(seed, [(40, 1), (9, 30), (700, 2)], block_size=16, dtype=dtype)
+    sinks = np.array([1000.0, -1000.0, 60.0, -np.inf], np.float32)
+    check(library, Pool((*pool.operands, sinks), 16))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -195,17 +232,19 @@ def test_what_is_out_of_range_is_the_nearest_that_exists(library: str) -> None:
 def graph(pool: Pool, **changed: Any) -> IRBuilder:
     """A graph that attends over a pool's shapes, with other attributes if some are given."""
     g = IRBuilder()
-    names = ("query", "keys", "values", "tables", "sequences", "positions")
-    kinds = ["float32"] * 3 + ["int64"] * 3
-    inputs = [g.input(n, *x.shape, dtype=kind) for n, x, kind in zip(names, pool.operands, kinds, strict=True)]
+    names = ("query", "keys", "values", "tables", "sequences", "positions", "sinks")
+    kinds = ["float32"] * 3 + ["int64"] * 3 + ["float32"]
+    inputs = [g.input(n, *x.shape, dtype=kind) for n, x, kind in zip(names, pool.operands, kinds, strict=False)]
     shape = (*pool.operands[0].shape[:2], pool.operands[2].shape[2])
     g.output(g("npu.paged_attention.default", *inputs, out=(shape, "float32"), **{**pool.params, **changed}))
     return g
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (5, 0.0), (0, 2.0), (9, 1.5)])
-def test_a_program_attends_over_a_pool(window: int, soft_cap: float) -> None:
-    pool = make_pool(3, [(5, 1), (0, 7), (30, 2)], window=window, soft_cap=soft_cap)
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"), [(0, 0.0, None), (5, 0.0, None), (0, 2.0, None), (9, 1.5, None), (9, 0.0, 1.0)]
+)
+def test_a_program_attends_over_a_pool(window: int, soft_cap: float, sinks: float | None) -> None:
+    pool = make_pool(3, [(5, 1), (0, 7), (30, 2)], window=window, soft_cap=soft_cap, sinks=sinks)
     program, device = compile(graph(pool).ir(), options=CompileOptions(compute_dtype="float32")), Device("cpu")
     names = [spec.name for spec in program.input_specs]
     buffers = {
@@ -227,6 +266,13 @@ def test_a_program_attends_over_a_pool(window: int, soft_cap: float) -> None:
 def test_a_window_or_a_soft_cap_that_says_nothing_is_refused(changed: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConstraintError, match=wrong):
         compile(graph(make_pool(3, [(5, 1)]), **changed).ir())
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_sinks_of_other_heads_than_the_queries_are_refused(count: int) -> None:
+    pool = make_pool(3, [(5, 1)], heads=(4, 2))
+    with pytest.raises(ConstraintError, match=rf"with sinks \[{count}\]"):
+        compile(graph(Pool((*pool.operands, np.zeros(count, np.float32)), 4)).ir())
 
 
 @pytest.mark.parametrize(("block_size", "wrong"), [(3, "in blocks of 3"), (0, "in blocks of 0")])

@@ -129,10 +129,10 @@ def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model
     assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes
 
 
-@pytest.mark.parametrize("model_type", ["gemma2"])
-def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
-    """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
-    outcomes = decoders.tried(model_type, dtypes=("float32",))
+@pytest.mark.parametrize(("model_type", "dtypes"), [("gemma2", ["float32"]), ("gpt_oss", ["float32", "bfloat16"])])
+def test_a_model_type_is_right_by_both_routes(model_type: str, dtypes: list[str]) -> None:
+    """Layers alternate between a window and all tokens; those of Gemma 2 cap scores, those of gpt-oss have sinks."""
+    outcomes = decoders.tried(model_type, dtypes=dtypes)
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
@@ -151,11 +151,12 @@ WITH_WINDOWS: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "exaone4": {},
     "ministral": {},
+    "gpt_oss": {},
 }
 
 
 @pytest.mark.parametrize("model_type", drawn(WITH_WINDOWS, 1 / 2))
-def test_layers_with_windows_and_soft_caps_read_the_pool_in_place(model_type: str, tmp_path: Path) -> None:
+def test_layers_with_windows_soft_caps_and_sinks_read_the_pool_in_place(model_type: str, tmp_path: Path) -> None:
     decoders.save_tiny(model_type, tmp_path / "model", WITH_WINDOWS[model_type])
     checkpoint = load_checkpoint(tmp_path / "model", "float32")
     states = layer_states(checkpoint)
@@ -165,9 +166,10 @@ def test_layers_with_windows_and_soft_caps_read_the_pool_in_place(model_type: st
     cap = getattr(checkpoint.config, "attn_logit_softcapping", None) or 0.0
     found = [[node["attrs"][name] for name in ("window", "soft_cap")] for node in nodes]
     assert found == [[state.window, cap] for state in states]
+    assert {len(node["inputs"]) for node in nodes} == {7 if model_type == "gpt_oss" else 6}
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
 def test_pieces_of_prompts_that_end_anywhere_in_a_window_are_right(model_type: str, tmp_path: Path) -> None:
     """Steps of few tokens of several sequences; all of Mistral's layers have windows, so its blocks are released."""
     decoders.save_tiny(model_type, tmp_path / "model")
@@ -530,7 +532,7 @@ def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
         if name != "s_aux":  # which rows of a cache have a function for
             with pytest.raises(InputError, match=name):
                 attend_to_rows(torch.nn.Identity(), query, query, query, mask, scaling=1.0, **{name: value})
-        if name != "softcap":  # which pages have a parameter for
+        if name not in ("softcap", "s_aux"):  # which pages have parameters for
             asked = {name: value}
             with pytest.raises(InputError, match=name):
                 attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **asked)

@@ -194,6 +194,7 @@ class Phases:
         normed: bool = False,
         window: int = 0,
         soft_cap: float = 0.0,
+        sinks: bool = False,
     ) -> View:
         """Appends rotary embedding, update of a pool and attention of tokens of many sequences; returns [T, H · D].
 
@@ -202,6 +203,7 @@ class Phases:
             normed: Appends the RMSNorm of each query and of each new key before that.
             window: Number of last keys that a token attends to; 0: all.
             soft_cap: Bound of the scores; 0: none.
+            sinks: Whether each head has one more score, which belongs to no key.
         """
         d, tokens = self.data, len(reached)
         sequences, positions = (np.array(values) for values in zip(*reached, strict=True))
@@ -240,19 +242,22 @@ class Phases:
         q, new_keys = (view.squeeze(0).transpose(0, 1) for view in turned)
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=0, checked=1)
         scale = width**-0.5
+        beside = [self.operand("sinks", heads, values=self.rng.normal(3.0, 2.0, heads))] if sinks else []
         self.call(
             "paged_attention_kernel",
-            [q, k, v, tables, sequence, position],
+            [q, k, v, tables, sequence, position, *beside],
             [out],
             scale=scale,
             block_size=block_size,
             window=window,
             soft_cap=soft_cap,
+            has_sinks=int(sinks),
         )
         queries, keys = (value[0].swapaxes(0, 1) for value in rotated)
         pools = {name: twins.update_pool(d[name], d["index"], rows) for name, rows in (("k", keys), ("v", d["values"]))}
         where = (d["tables"], reached, block_size)
-        result = twins.attend_pool(queries, pools["k"], pools["v"], *where, scale, splits, window, soft_cap)
+        limits = (window, soft_cap, d["sinks"] if sinks else None)
+        result = twins.attend_pool(queries, pools["k"], pools["v"], *where, scale, splits, *limits)
         self.expected |= {**pools, "attended": result.reshape(shape)}
         return whole
 

@@ -52,7 +52,11 @@ KERNEL(attention_split) {
 
 KERNEL(attention_combine) {
     __shared__ CombineMemory<THREADS, splits> memory;
+#where has_sinks
+    combine_splits<THREADS, splits>(sums, stats, sinks, blockIdx.x, memory, out);
+#elsewhere
     combine_splits<THREADS, splits>(sums, stats, blockIdx.x, memory, out);
+#end
 }
 
 #kernel attention_plain

@@ -16,7 +16,12 @@ struct CombineMemory {
 // The `item`-th piece of work, by a block of `threads`, a multiple of 32. Whoever uses `memory` next synchronizes first.
 template <int threads, int splits>
 __device__ __forceinline__ void combine_splits(
+#where has_sinks
+    const float *sums, const float *stats, const Sinks::type *sinks, int item, CombineMemory<threads, splits> &memory,
+    Out::type *out
+#elsewhere
     const float *sums, const float *stats, int item, CombineMemory<threads, splits> &memory, Out::type *out
+#end
 ) {
     constexpr int width = Sums::size(4);
     const int first_dim = item % combine_slices * combine_width;
@@ -103,6 +108,9 @@ __device__ __forceinline__ void combine_splits(
         const index_t head = found_row / rows % kv_heads * sharing + row % sharing;
         const index_t place = found_row / (rows * kv_heads) * Out::stride(0) + head * Out::stride(1)
             + row / sharing * Out::stride(2) + (first_dim + threadIdx.x) * Out::stride(3);
+#where has_sinks
+        whole += expf(to_float(sinks[head * Sinks::stride(0)]) - greatest);
+#end
         // A query that attends to no key at all gets zeros, as in PyTorch.
         out[place] = from<Out::type>(whole == 0.0f ? 0.0f : result / whole);
     }

@@ -9,6 +9,12 @@ __device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
     return (problem.token + row / sharing) * Out::stride(0)
         + (problem.head_group * sharing + row % sharing) * Out::stride(1);
 }
+#where has_sinks
+
+__device__ __forceinline__ float sink_weight(const Sinks::type *sinks, const Problem &problem, int row, float largest) {
+    return sink_weight(sinks, problem.head_group * sharing + row % sharing, largest);
+}
+#end
 
 #kernel paged_once paged_shared paged_split
 #include "attention/attention_fragments.cuh"
@@ -220,11 +226,21 @@ __device__ __forceinline__ void attend_tile(
 #kernel paged_once
 struct Finish {
     Out::type *out;
+#where has_sinks
+    const Sinks::type *sinks;
+#end
 
     __device__ __forceinline__ void operator()(
+#where has_sinks
+        const Problem &problem, int row, int dim, float largest, float of_keys, const float (&sums)[4]
+#elsewhere
         const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
+#end
     ) const {
         if (problem.reach(row) > 0) {
+#where has_sinks
+            const float total = of_keys + sink_weight(sinks, problem, row, largest);
+#end
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 out[out_row(problem, row) + (dim + i) * Out::stride(2)] = from<Out::type>(sums[i] / total);
@@ -239,7 +255,11 @@ KERNEL(paged_once) {
         return;
     }
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
+#where has_sinks
+    attend_tile(problem, written, 0, 1, memory, Finish{out, sinks});
+#elsewhere
     attend_tile(problem, written, 0, 1, memory, Finish{out});
+#end
 }
 
 #kernel paged_shared
@@ -269,7 +289,13 @@ struct Finish {
     }
 };
 
+#where has_sinks
+__device__ __forceinline__ void share_tile(
+    const Problem &problem, const Written::type *written, const Sinks::type *sinks, Out::type *out
+) {
+#elsewhere
 __device__ __forceinline__ void share_tile(const Problem &problem, const Written::type *written, Out::type *out) {
+#end
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     Part &part = *reinterpret_cast<Part *>(shared_memory + sizeof(memory));
     attend_tile(problem, written, blockIdx.z, splits, memory, Finish{part});
@@ -302,6 +328,9 @@ __device__ __forceinline__ void share_tile(const Problem &problem, const Written
             }
         }
         if (problem.reach(row) > 0) {
+#where has_sinks
+            total += sink_weight(sinks, problem, row, greatest);
+#end
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 out[out_row(problem, row) + (dim + j) * Out::stride(2)] = from<Out::type>(sums[j] / total);
@@ -320,7 +349,11 @@ WAITING_KERNEL(paged_shared) {
     if (rows <= block_rows) {
         const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
         if (problem.count > 0) {  // for all blocks of the cluster; those of token 0 always wait
+#where has_sinks
+            share_tile(problem, written, sinks, out);
+#elsewhere
             share_tile(problem, written, out);
+#end
         }
         return;
     }
@@ -328,7 +361,11 @@ WAITING_KERNEL(paged_shared) {
     const Tiles tiles(sequences, positions);
     int token = tiles.token(blockIdx.y);
     for (int number = blockIdx.y; token < tokens; token = tiles.token(number)) {
+#where has_sinks
+        share_tile(Problem(q, k, v, tables, sequences, positions, token, blockIdx.x), written, sinks, out);
+#elsewhere
         share_tile(Problem(q, k, v, tables, sequences, positions, token, blockIdx.x), written, out);
+#end
         number += gridDim.y;
     }
 }
@@ -383,5 +420,10 @@ KERNEL(paged_plain) {
     auto store = [&](int dim, float value) {
         out[out_row(problem, row) + dim * Out::stride(2)] = from<Out::type>(value);
     };
+#where has_sinks
+    auto beside = [&](float largest) { return sink_weight(sinks, problem, row, largest); };
+    attend_plainly<Q::stride(2), K::stride(2), V::stride(2)>(problem, row, problem.reach(row), bias, store, beside);
+#elsewhere
     attend_plainly<Q::stride(2), K::stride(2), V::stride(2)>(problem, row, problem.reach(row), bias, store);
+#end
 }

@@ -7,8 +7,16 @@ constexpr int parts = (slice + WARP - 1) / WARP;
 
 // Row `row` attends to the first `reach` keys, but for those whose bias(key), which is added to their score, is -inf;
 // store(dim, value) takes the result of the block's slice, by blockIdx.x.
+#where has_sinks
+// beside(largest) is the weight of the row's sink, where the weight of a key is exp(score - largest).
+template <index_t q_stride, index_t k_stride, index_t v_stride, typename Bias, typename Store, typename Beside>
+__device__ __forceinline__ void attend_plainly(
+    const Problem &problem, int row, int reach, Bias bias_of, Store store, Beside beside
+) {
+#elsewhere
 template <index_t q_stride, index_t k_stride, index_t v_stride, typename Bias, typename Store>
 __device__ __forceinline__ void attend_plainly(const Problem &problem, int row, int reach, Bias bias_of, Store store) {
+#end
     __shared__ float largest_of[warps];
     __shared__ float total_of[warps];
     __shared__ float sums_of[warps][slice];
@@ -70,6 +78,9 @@ __device__ __forceinline__ void attend_plainly(const Problem &problem, int row, 
     for (int other = 0; other < warps; other++) {
         total += total_of[other] * expf(largest_of[other] - largest);
     }
+#where has_sinks
+    total += beside(largest);
+#end
     for (int dim = threadIdx.x; dim < slice && first_dim + dim < value_width; dim += THREADS) {
         float sum = 0.0f;
 #pragma unroll

@@ -74,6 +74,10 @@ __device__ __forceinline__ int number_of(const Problem &problem) { return proble
 __device__ __forceinline__ index_t result_place(int number, int row) {
     return number / head_groups * Out::stride(0) + (number % head_groups * sharing + row) * Out::stride(1);
 }
+#where has_sinks
+
+__device__ __forceinline__ int head_of(int number, int row) { return number % head_groups * sharing + row; }
+#end
 
 #include "resident/new_rows.cuh"
 #include "resident/partials.cuh"
@@ -259,5 +263,9 @@ PHASE(attend_pool) {
         // Polling (I8) slows down the blocks that still have keys to attend to.
         __nanosleep(backoff_ns);
     }
+#where has_sinks
+    combine_partials(grid, partials, sinks, out);
+#elsewhere
     combine_partials(grid, partials, out);
+#end
 }

@@ -76,7 +76,13 @@ __device__ __forceinline__ float sum_of_own_quarter(int lane, const float (&valu
 
 // This block's share of the results, four dimensions at a time: neighbouring lanes read the splits' tagged sums for them (I16)
 // and combine these with each other.
+#where has_sinks
+__device__ __forceinline__ void combine_partials(
+    const Grid &grid, int *partials, const Sinks::type *sinks, Out::type *out
+) {
+#elsewhere
 __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials, Out::type *out) {
+#end
     constexpr int lanes = larger(4, lanes_for(splits));
     constexpr int own = (splits + lanes - 1) / lanes;
     constexpr int pieces = value_width / 4;
@@ -133,6 +139,9 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
         if (lane % (lanes / 4) != 0 || number >= results) {
             continue;
         }
+#where has_sinks
+        whole += sink_weight(sinks, head_of(row / rows, row % rows), greatest);
+#end
         // A query that attends to no key at all gets zeros, as in PyTorch.
         const Out::type value = from<Out::type>(whole == 0.0f ? 0.0f : __fdividef(sum, whole));
         if constexpr (to_mailbox) {

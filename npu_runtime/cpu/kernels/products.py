@@ -70,31 +70,41 @@ def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 @cpu_kernel("attention_kernel")
 def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
-    q, k, v = map(as_float32, inputs[:3])
-    batch, heads, queries, width = q.shape
-    groups, keys = k.shape[1:3]
-    shared = heads // groups
-    grouped = q.reshape(batch, groups, shared, queries, width)
-    scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, queries, keys) * np.float32(
-        params["scale"]
-    )
-    if soft_cap := params.get("soft_cap"):
-        scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+    scores = _scores(inputs[0], inputs[1], params["scale"])
     if len(inputs) > 3:
         mask = inputs[3]
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
     if params["causal"]:
+        queries, keys = scores.shape[2:]
         scores = np.where(np.tri(queries, keys, dtype=bool), scores, np.float32(-np.inf))
     sees_none = np.isneginf(scores).all(-1, keepdims=True)
-    weights = np.where(sees_none, np.float32(0), softmax_of(scores))
-    outputs[0][...] = (weights.reshape(batch, groups, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)
+    outputs[0][...] = _weighted(np.where(sees_none, np.float32(0), softmax_of(scores)), inputs[2])
+
+
+def _scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """Scaled scores [B, H, T, S] of queries [B, H, T, D] with keys [B, KV, S, D]."""
+    batch, heads, queries, width = q.shape
+    groups, keys = k.shape[1:3]
+    grouped = as_float32(q).reshape(batch, groups, heads // groups, queries, width)
+    scores = grouped @ as_float32(k)[:, :, None].swapaxes(-1, -2)
+    scaled: np.ndarray = scores.reshape(batch, heads, queries, keys) * np.float32(scale)
+    return scaled
+
+
+def _weighted(weights: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Sums [B, H, T, Dv] of values [B, KV, S, Dv] with weights [B, H, T, S]."""
+    batch, heads, queries, keys = weights.shape
+    groups, width = v.shape[1], v.shape[3]
+    sums = weights.reshape(batch, groups, heads // groups, queries, keys) @ as_float32(v)[:, :, None]
+    result: np.ndarray = sums.reshape(batch, heads, queries, width)
+    return result
 
 
 @cpu_kernel("paged_attention_kernel")
 def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Attention of tokens to the rows of a pool of keys and values that their sequences' tables name."""
-    q, k, v, tables, sequences, positions = inputs
-    block, window = params["block_size"], params["window"]
+    q, k, v, tables, sequences, positions, *sinks = inputs
+    block, window, soft_cap = params["block_size"], params["window"], np.float32(params["soft_cap"])
     sequences = np.clip(sequences, 0, len(tables) - 1)
     positions = np.clip(positions, 0, tables.shape[1] * block - 1)
     for sequence in np.unique(sequences):
@@ -102,12 +112,14 @@ def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
         first = max(0, positions[tokens].min() + 1 - window) if window else 0
         places = np.arange(first, positions[tokens].max() + 1)
         rows = np.clip(tables[sequence, places // block], 0, len(k) // block - 1) * block + places % block
-        operands = [x.swapaxes(0, 1)[None] for x in (q[tokens], k[rows], v[rows])]
+        own_q, own_k, own_v = (x.swapaxes(0, 1)[None] for x in (q[tokens], k[rows], v[rows]))
         seen = places <= positions[tokens, None]
         if window:
             seen &= places > positions[tokens, None] - window
-        mask = np.broadcast_to(seen, (1, q.shape[1], len(tokens), len(places)))
-        attended = np.empty((1, q.shape[1], len(tokens), v.shape[2]), np.float32)
-        own = {"scale": params["scale"], "causal": 0, "soft_cap": params["soft_cap"]}
-        attention([*operands, mask], [attended], own)
-        outputs[0][tokens] = attended[0].swapaxes(0, 1)
+        scores = _scores(own_q, own_k, params["scale"])
+        scores = np.where(seen, soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores, np.float32(-np.inf))
+        for sink in sinks:
+            beside = np.broadcast_to(as_float32(sink)[:, None, None], (*scores.shape[:3], 1))
+            scores = np.concatenate([scores, beside], -1)
+        weights = softmax_of(scores)[..., : len(places)]
+        outputs[0][tokens] = _weighted(weights, own_v)[0].swapaxes(0, 1)

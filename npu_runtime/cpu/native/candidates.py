@@ -149,9 +149,10 @@ def _attention(call: ArrayCall) -> NativeLaunch | None:
 
 @_accelerates("paged_attention_kernel")
 def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
-    q, k, v, tables, sequences, positions = call.inputs
+    q, k, v, tables, sequences, positions, *sinks = call.inputs
     block_size, scale, window, soft_cap = (call.params[name] for name in ("block_size", "scale", "window", "soft_cap"))
-    return native.paged_attention(q, k, v, tables, sequences, positions, block_size, scale, call.out, window, soft_cap)
+    where = (tables, sequences, positions, block_size)
+    return native.paged_attention(q, k, v, *where, scale, call.out, window, soft_cap, *sinks)
 
 
 @_accelerates("quantized_attention_kernel")

@@ -38,6 +38,7 @@ def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Paged attention as `npu_compiler.ops.transformer.lower_paged_attention` defines it, in float32: [N, H, D]."""
     sequences = sequences.long().clamp(0, len(tables) - 1)
@@ -53,16 +54,23 @@ def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
         if window:
             mask &= places > positions[tokens, None] - window
         operands = [x.float().transpose(0, 1) for x in (query[tokens], keys[rows], values[rows])]
-        attended = _attended(operands, mask, scale, soft_cap)
+        attended = _attended(operands, mask, scale, soft_cap, sinks)
         result[tokens] = attended.transpose(0, 1)
     return result
 
 
-def _attended(operands: list[torch.Tensor], mask: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+def _attended(
+    operands: list[torch.Tensor], mask: torch.Tensor, scale: float, soft_cap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attention of queries [H, N, D] over keys and values [KV, S, D] where a mask [N, S] is True: [H, N, Dv]."""
     q, k, v = operands
-    if not soft_cap:
+    if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = soft_cap * torch.tanh(q @ k.transpose(1, 2) * (scale / soft_cap))
-    return torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ v
+    scores = q @ k.transpose(1, 2) * scale
+    scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is None:
+        return torch.softmax(scores, -1) @ v
+    beside = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat([scores, beside], -1), -1)[..., :-1] @ v

@@ -110,6 +110,7 @@ def paged(
     value_dtype: str | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: str | None = None,
     atol: float = 1e-4,
 ) -> Case:
     """Tokens of some sequences, whose blocks lie in a pool in any order; rows that nobody attends to are NaN.
@@ -118,6 +119,7 @@ def paged(
 
     Args:
         lengths: Numbers of tokens of each sequence: in the cache, and in this step.
+        sinks: The dtype of the heads' sinks; None: there are none.
         spare: Tokens at the end that are padding: position 0 of sequence 0, which no window may have released.
     """
     random = np.random.default_rng(len(lengths) + width)
@@ -152,9 +154,16 @@ def paged(
             T(tables.shape, "int32", values=tables),
             T((tokens,), "int32", values=np.array(sequences)),
             T((tokens,), "int32", values=np.array(positions)),
+            *([T((own,), sinks, values=random.normal(2.0, 2.0, own))] if sinks else []),
         ],
         [T((tokens, own, value_width or width), dtype)],
-        {"scale": width**-0.5, "block_size": block_size, "window": window, "soft_cap": soft_cap},
+        {
+            "scale": width**-0.5,
+            "block_size": block_size,
+            "window": window,
+            "soft_cap": soft_cap,
+            "has_sinks": int(sinks is not None),
+        },
         atol=atol,
     )
 
@@ -174,6 +183,9 @@ PAGED = [
     paged("wide-window", [(40, 2)], 160, heads=(2, 1), window=9),
     paged("soft-cap", [(33, 1), (0, 19)], 64, soft_cap=1.5),
     paged("window-and-soft-cap", [(33, 1), (0, 19)], 13, window=16, soft_cap=0.5, dtype="float32"),
+    paged("sinks", [(45, 1), (3, 1), (0, 19)], 64, heads=(6, 2), sinks="compute"),
+    paged("wide-sinks", [(40, 2)], 160, heads=(2, 1), window=9, sinks="float32"),
+    paged("window-soft-cap-and-sinks", [(33, 1), (0, 19)], 13, window=16, soft_cap=0.5, sinks="compute"),
     paged("float32", [(6, 2), (18, 1)], 32, dtype="float32"),
 ]
 

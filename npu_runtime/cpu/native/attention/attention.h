@@ -28,6 +28,7 @@ struct AttentionArgs : AttentionOperands {
   int64_t first_query = 0;         // the key beside which query 0 stands
   int64_t window = 0;              // number of keys that a query sees if `causal`, its own among them; 0: all
   float soft_cap = 0;              // c: scores s become c tanh(s / c); 0: they stay as they are
+  View sinks{};                    // [1, 1, 1, H]: one more score of each head's softmax, of no key; no data: none
   const int32_t* table = nullptr;  // key i is row i % block_size of block table[i / block_size]
   int64_t block_size = 0, blocks = 0;
 
@@ -117,6 +118,13 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
 
 // Whether some lane is anything but `value`; NaN is.
 NPU_INLINE bool differs_any(Vec lanes, float value) { return any(lanes != splat(value)); }
+
+// The weight of a head's sink, if there is one, where the weight of a key is exp(score - highest).
+inline float sink_weight(const AttentionArgs& a, int64_t head, float highest) {
+  if (!a.sinks.data) return 0;
+  const char* sink = a.sinks.data + head * a.sinks.stride[3] * item_size(a.sinks.dtype);
+  return std::exp(load_any(sink, a.sinks.dtype, 0, 1)[0] - highest);
+}
 
 template <class T>
 void store_attention(const AttentionArgs& a, const QueryRow<T>& row, const float* sums, float total) {

@@ -146,6 +146,7 @@ class _PagedArgs(ArgumentBlock):
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("sinks", View),
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
@@ -156,6 +157,7 @@ class _PagedArgs(ArgumentBlock):
         yield self.k.extent("k", (1, rows, kv_heads, width))
         yield self.v.extent("v", (1, rows, kv_heads, value_width))
         yield self.out.extent("out", (1, tokens, heads, value_width))
+        yield self.sinks.extent("sinks", (1, 1, 1, heads))
         yield strided("tables", self.tables, 4, (self.sequence_count, self.table_size), (self.table_stride, 1))
         yield packed("sequences", self.sequences, 4 * tokens)
         yield packed("positions", self.positions, 4 * tokens)
@@ -173,11 +175,13 @@ def paged_attention(
     out: np.ndarray,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: np.ndarray | None = None,
 ) -> NativeLaunch | None:
     """Prepare attention of q [N, H, D] over pools k [rows, KV, D] and v [rows, KV, Dv] into out [N, H, Dv].
 
-    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`, also
-    for the numbers. None if there is no native kernel for the operands; the pools must be contiguous.
+    Tables [S, T], sequences and positions [N] are int32, sinks [H]; see
+    `npu_compiler.ops.transformer.lower_paged_attention`, also for the numbers. None if there is no native kernel for
+    the operands; the pools must be contiguous.
     """
     floats, integers = (q, k, v, out), (tables, sequences, positions)
     if not available() or any(t.ndim != 3 or t.size == 0 or not has_contiguous_rows(t) for t in floats):
@@ -193,10 +197,12 @@ def paged_attention(
         return None
     if tables.ndim != 2 or not sequences.shape == positions.shape == (tokens,) or not 0 < block_size <= rows:
         return None
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in DTYPES):
+        return None
     places = map(address, integers)
     sizes = (*tables.shape, strides_of(tables)[0], block_size, window)
-    args = _PagedArgs(*map(operand, floats), *places, *sizes, scale, soft_cap)
-    return launch("paged_attention", args, *floats, *integers)
+    args = _PagedArgs(*map(operand, floats), *places, *sizes, scale, soft_cap, operand(sinks))
+    return launch("paged_attention", args, *floats, *integers, sinks)
 
 
 class _IndexCopyArgs(ArgumentBlock):

@@ -25,6 +25,7 @@ struct PagedArgs {
   int64_t sequence_count, table_size, table_stride, block_size;
   int64_t window;  // number of last keys that a token sees; 0: all
   float scale, soft_cap;  // as in AttentionArgs
+  View sinks;
 
   int64_t tokens() const { return q.size[1]; }
   int64_t blocks() const { return k.size[1] / block_size; }
@@ -67,6 +68,7 @@ inline AttentionArgs attention_of(const PagedArgs& a, const TokenGroup& group) {
   args.first_query = group.position;
   args.window = a.window;
   args.soft_cap = a.soft_cap;
+  args.sinks = a.sinks;
   args.table = a.tables + group.sequence * a.table_stride;
   args.block_size = a.block_size;
   args.blocks = a.blocks();

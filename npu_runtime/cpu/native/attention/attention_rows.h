@@ -277,7 +277,9 @@ void combine_and_store(const AttentionArgs& a, int64_t batch, int64_t kv_head, i
       for (int64_t i = 1; i < size; ++i) partials[i] = (s ? partials[i] : 0.0f) + factor * partial[i];
     }
   }
-  store_attention(a, query_row<T>(a, batch, kv_head, row), partials + kPartialHead, partials[1]);
+  const int64_t head = kv_head * (a.heads() / a.kv_heads()) + row / a.queries();
+  const float total = partials[1] + sink_weight(a, head, highest);
+  store_attention(a, query_row<T>(a, batch, kv_head, row), partials + kPartialHead, total);
 }
 
 // All rows: a task is a key head, a chunk of rows and a range of keys.
