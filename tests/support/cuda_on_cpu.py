@@ -313,7 +313,7 @@ def _headers() -> Path:
 
 
 def _errors(*arguments: str) -> str:
-    """What the compiler says of why these arguments cannot be compiled; nothing if they can."""
+    """Run the compiler with these arguments; return its errors, or an empty text if it succeeds."""
     built = subprocess.run([*_COMPILER, *arguments], capture_output=True, text=True, check=False)
     return built.stderr[:4000] if built.returncode else ""
 
