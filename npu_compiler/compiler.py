@@ -15,6 +15,7 @@ from npu_compiler.constraint_checker import check_constraints, check_target
 from npu_compiler.errors import ConstraintError, InputError, IRError, ProgramFormatError, reading
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.convolution_sums import sum_convolutions
 from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.quantized_caches import quantize_caches
 from npu_compiler.graph.model import IRGraph
@@ -84,6 +85,7 @@ def default_stages(graph: IRGraph, target: CodegenTarget, options: CompileOption
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
+        ("sum_convolutions", sum_convolutions),
         ("mark_quantized_weights", mark),
         *([] if options.mesh is None else [("shard", partial(shard, mesh=options.mesh))]),
         ("fuse", partial(fuse, disabled=disabled, target=target)),

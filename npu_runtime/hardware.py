@@ -140,7 +140,8 @@ class Hardware(DeviceMemory, ABC):
     def laid_out(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with the views of its arena's buffers in the layouts that are the fastest on this device.
 
-        Executors call this once, after `compile`. Buffers keep their places and sizes.
+        Executors call this once, after `compile`. Buffers keep their sizes; the arena's may have other places, or
+        none if nothing touches them.
         """
         return plan
 

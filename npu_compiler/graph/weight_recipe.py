@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -258,6 +259,24 @@ def _fill(shape: list[int], value: float) -> np.ndarray:
     return np.full(shape, value, dtype=np.float32)
 
 
+def _identity_kernel(shape: list[int]) -> np.ndarray:
+    """The weight [outputs, inputs of a group, 1, …] of a convolution that returns its input."""
+    kernel = np.zeros(shape, np.float32)
+    outputs = np.arange(shape[0])
+    kernel[outputs, outputs % shape[1]] = 1.0
+    return kernel
+
+
+def _pad(weight: np.ndarray, pads: list[list[int]]) -> np.ndarray:
+    """The weight of a convolution with zeros before and after its windows."""
+    return np.pad(_f32(weight), [(0, 0), (0, 0), *map(tuple, pads)])
+
+
+def _sum(*summands: np.ndarray) -> np.ndarray:
+    """The sum of equally large tensors, rounded once."""
+    return _f32(np.sum([summand.astype(np.float64) for summand in summands], axis=0))
+
+
 def _vectors(*shapes: Shape, eps: float) -> Shape | None:
     alike = len(set(shapes)) == 1 and len(shapes[0]) == 1
     return shapes[0] if alike and isinstance(eps, (int, float)) else None
@@ -282,6 +301,19 @@ def _filled_shape(shape: list[int], value: float) -> Shape | None:
     return tuple(shape) if valid and isinstance(value, (int, float)) else None
 
 
+def _kernel_shape(shape: list[int]) -> Shape | None:
+    filled = _filled_shape(shape, 0.0)
+    return filled if filled is not None and len(filled) > 2 and 0 not in filled[:2] else None
+
+
+def _padded_shape(weight: Shape, pads: list[list[int]]) -> Shape | None:
+    if not isinstance(pads, (list, tuple)) or len(pads) != len(weight) - 2:
+        return None
+    if any(_filled_shape(pair, 0.0) is None or len(pair) != 2 for pair in pads):
+        return None
+    return (*weight[:2], *(before + size + after for size, (before, after) in zip(weight[2:], pads, strict=True)))
+
+
 _SHAPES: dict[str, Callable[..., Shape | None]] = {
     "bn_scale": lambda gamma, var, eps: _vectors(gamma, var, eps=eps),
     "bn_shift": lambda gamma, beta, mean, var, eps: _vectors(gamma, beta, mean, var, eps=eps),
@@ -289,6 +321,10 @@ _SHAPES: dict[str, Callable[..., Shape | None]] = {
     "multiply_add": lambda bias, scale, shift: _vectors(bias, scale, shift, eps=0.0),
     "concat": _joined_shape,
     "fill": _filled_shape,
+    "flatten": lambda whole: (math.prod(whole),),
+    "identity_kernel": _kernel_shape,
+    "pad": _padded_shape,
+    "sum": lambda first, *others: first if all(other == first for other in others) else None,
     "shard": _sharded_shape,
     "on_first_rank": lambda whole: whole,
     "rank_start": lambda size: (1,) if type(size) is int and 0 <= size <= INT32_MAX else None,
@@ -300,4 +336,8 @@ _TRANSFORMS: dict[str, Callable[..., np.ndarray]] = {
     "multiply_add": _multiply_add,
     "concat": _concat,
     "fill": _fill,
+    "flatten": np.ravel,
+    "identity_kernel": _identity_kernel,
+    "pad": _pad,
+    "sum": _sum,
 }

@@ -228,15 +228,17 @@ def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
     emit_conv(ctx, node, x, weight, bias, residual, node.attrs.get("activation", "none"))
 
 
-def conv_window(node: OpNode, weight: View, rank1: bool = False) -> dict[str, Any]:
-    """The parameters of a convolution by a weight [o, i, kh, kw].
+def conv_window(node: OpNode, kernel: tuple[int, ...], rank1: bool = False) -> dict[str, Any]:
+    """The parameters of a convolution.
 
-    With `rank1`, the node's attributes are of one axis.
+    Args:
+        kernel: Height and width of its windows.
+        rank1: Whether the node's attributes are of one axis.
     """
     dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
     return {
         "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),
-        "padding": _padding(node, weight.shape[2:], dilation, rank1),
+        "padding": _padding(node, kernel, dilation, rank1),
         "dilation": dilation,
         "groups": node.attrs.get("groups", 1),
     }
@@ -258,7 +260,7 @@ def emit_conv(
     x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
     residual = _as_2d(residual) if residual is not None else None
     params = {
-        **conv_window(node, weight, rank1),
+        **conv_window(node, weight.shape[2:], rank1),
         "has_bias": int(bias is not None),
         "has_residual": int(residual is not None),
         "activation": activation,

@@ -161,7 +161,7 @@ def lower_integer_conv2d(ctx: Lowering, node: OpNode) -> None:
     out = _image_output(ctx)
     macs = out.numel * weight.shape[1] * weight.shape[2] * weight.shape[3]
     inputs = [_packed_image(ctx, x), ctx.contiguous(weight), *rest]
-    ctx.emit("integer_conv2d_kernel", inputs, [out], {**params, **conv_window(node, weight)}, flops=2 * macs)
+    ctx.emit("integer_conv2d_kernel", inputs, [out], {**params, **conv_window(node, weight.shape[2:])}, flops=2 * macs)
 
 
 @register_op(

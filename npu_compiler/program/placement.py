@@ -24,26 +24,33 @@ from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View, collapse
 
-WIDEST_ACCESS = 8  # elements that a kernel may read or write at a time
+WIDEST_ACCESS = 8  # elements that a GPU's kernel may read or write at a time
 
 Takes = Callable[[KernelCall, KernelCall], bool]
 """Whether a target's kernels can compute a call, given first as it was and then with other strides."""
 
 
-def place_in_targets(plan: ExecutionPlan, takes: Takes) -> ExecutionPlan:
+def place_in_targets(plan: ExecutionPlan, takes: Takes, widest: int = WIDEST_ACCESS) -> ExecutionPlan:
     """The plan without copies whose source can be computed in the copy's target, where its readers read it too.
 
     The copy must cover all of the source that is used, and nothing else may write that part of the target before the
     source is last read. A tensor with several copies is placed in the target of the first; the others then copy from
-    there. A source that is itself a copy of that part of the target is that part.
+    there. A source that is itself a copy of that part of the target is that part. Buffers of sources disappear.
+
+    Args:
+        widest: Elements of the widest access that has to be aligned; placed tensors allow as wide ones as before.
     """
-    placing = _Placing(plan, takes)
+    placing = _Placing(plan, takes, widest)
     for index in range(len(placing.calls)):
         call = placing.calls[index]
         if call is not None and is_copy(call):
             placing.join_neighbours(index)
             placing.place(index)
-    return replace(plan, calls=[call for call in placing.calls if call is not None])
+    calls = [call for call in placing.calls if call is not None]
+    left = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
+    moved = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)} - left
+    buffers = {name: buffer for name, buffer in plan.buffers.items() if name not in moved}
+    return replace(plan, calls=calls, buffers=buffers)
 
 
 def is_copy(call: KernelCall) -> bool:
@@ -71,8 +78,8 @@ def takes_as_declared(before: KernelCall, after: KernelCall) -> bool:
 class _Placing:
     """The calls of a plan, some already placed; None where a copy has been dropped."""
 
-    def __init__(self, plan: ExecutionPlan, takes: Takes) -> None:
-        self._plan, self._takes = plan, takes
+    def __init__(self, plan: ExecutionPlan, takes: Takes, widest: int) -> None:
+        self._plan, self._takes, self._widest = plan, takes, widest
         self._kept = {view.buffer for view in plan.output_views.values()}
         self.calls: list[KernelCall | None] = list(plan.calls)
         self._touching: dict[str, set[int]] = {}
@@ -139,7 +146,7 @@ class _Placing:
         moved = {}
         for at in others:
             call = self._at(at)
-            placed = _placed(call, source, target)
+            placed = _placed(call, source, target, self._widest)
             too_late = at > index and any(view.buffer == source.buffer for view in call.outputs)
             if placed is None or too_late or not (is_copy(call) or self._takes(call, placed)):
                 return None
@@ -191,31 +198,30 @@ def _are_same(first: View, second: View) -> bool:
     return same and collapse(first.shape, first.strides) == collapse(second.shape, second.strides)
 
 
-def _placed(call: KernelCall, source: View, target: View) -> KernelCall | None:
+def _placed(call: KernelCall, source: View, target: View, widest: int) -> KernelCall | None:
     """The call with each view of the source's buffer replaced by the same elements of `target`; None if some cannot."""
     sides: list[tuple[View, ...]] = []
     for views in (call.inputs, call.outputs):
         side = []
         for view in views:
             moved = moved_view(view, source, target) if view.buffer == source.buffer else view
-            if moved is None or moved is not view and not _as_wide(moved, view):
+            if moved is None or moved is not view and not _as_wide(moved, view, widest):
                 return None
             side.append(moved)
         sides.append(tuple(side))
     return replace(call, inputs=sides[0], outputs=sides[1])
 
 
-def _as_wide(moved: View, view: View) -> bool:
-    """Whether vector accesses to `moved` can be as wide as those to `view`."""
+def _as_wide(moved: View, view: View, widest: int) -> bool:
+    """Whether vector accesses to `moved`, of up to `widest` elements, can be as wide as those to `view`."""
     steps = zip(moved.strides, view.strides, view.shape, strict=True)
     same = all((new == 1) == (old == 1) for new, old, size in steps if size > 1)
-    return same and _access(moved) >= _access(view)
+    return same and _access(moved, widest) >= _access(view, widest)
 
 
-def _access(view: View) -> int:
-    """The number of neighbouring elements that aligned accesses reach, wherever a row of elements begins."""
+def _access(view: View, width: int) -> int:
+    """The number of neighbouring elements, up to `width`, that aligned accesses reach wherever a row begins."""
     steps = [stride for size, stride in zip(view.shape, view.strides, strict=True) if size > 1 and stride != 1]
-    width = WIDEST_ACCESS
     while any(step % width for step in (view.offset, *steps)):
         width //= 2
     return width
@@ -244,10 +250,16 @@ def _joined(first: KernelCall, second: KernelCall) -> KernelCall | None:
 
 def _continues(before: View, after: View, dim: int) -> bool:
     """Whether `after` begins where `before` ends along a dimension, and is as large in all others."""
-    others = [size for at, size in enumerate(before.shape) if at != dim]
+
+    def others(view: View) -> list[tuple[int, int]]:
+        """The other dimensions' sizes and strides; with a single element, the stride does not matter."""
+        steps = enumerate(zip(view.shape, view.strides, strict=True))
+        return [(size, stride if size > 1 else 0) for at, (size, stride) in steps if at != dim]
+
     return (
-        (before.buffer, before.dtype, before.strides) == (after.buffer, after.dtype, after.strides)
-        and others == [size for at, size in enumerate(after.shape) if at != dim]
+        (before.buffer, before.dtype, before.rank) == (after.buffer, after.dtype, after.rank)
+        and before.strides[dim] == after.strides[dim]
+        and others(before) == others(after)
         and after.offset == before.offset + before.shape[dim] * before.strides[dim]
     )
 

@@ -125,13 +125,18 @@ _ONE_EXCHANGE = """#else
     warp.turn.arrive_and_wait();
 #endif
 """
-# Names in kernels whose threads meet.
-_TOGETHER_IF = ("reduce_team", "__syncthreads_or", "warp_first", "combine_splits")
-# For kernels whose threads know nothing of each other: one after the other.
+# For kernels whose threads know nothing of each other: one after the other. A kernel that calls one of these, whatever
+# its source holds besides, does not compile.
 _ALONE = """
-static void __syncthreads() {}
-template <typename T> T __shfl_sync(unsigned, T value, int) { return value; }
-template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
+#define MEETS __attribute__((error("threads meet")))
+MEETS void __syncthreads();
+MEETS void __syncwarp();
+MEETS int __syncthreads_or(int);
+MEETS unsigned __ballot_sync(unsigned, int);
+MEETS int __any_sync(unsigned, int);
+MEETS void cpu_meet(unsigned, unsigned);
+template <typename T> MEETS T __shfl_sync(unsigned, T value, int);
+template <typename T> MEETS T __shfl_xor_sync(unsigned, T value, int);
 """
 _LAUNCH_ALONE = """
 static void run_block(void **operands, unsigned threads) {
@@ -267,22 +272,24 @@ def _run(call: KernelCall, source: str, addresses: Sequence[int], folder: Path) 
         text = re.sub(r"asm(?: volatile)?\((.*?)\);", _plain, source, flags=re.DOTALL)
         shared = kernel_launch_of(call).shared
         text = re.sub(r"extern (__shared__ .*)\[\];", rf"\1[{shared}];", text)
-        text = _FLOAT_PRODUCT.sub(_ONE_EXCHANGE, text.replace(_NO_PRODUCT, _PRODUCT))
+        text = text.replace(_NO_PRODUCT, _PRODUCT)
         (declared,) = re.findall(rf'extern "C" __global__ void .*?{call.kernel}\((.*?)\)', text)[-1:] or [""]
         types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         if not declared or len(types) != len(views):  # a template, whose signature is a macro
             (declared,) = re.findall(r"#define WAITING_KERNEL\(name\) .* name\((.*)\)", text)
             types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         arguments = ", ".join(f"({kind} *)operands[{at}]" for at, kind in enumerate(types))
-        alone = re.search(r"__shared__ .*\[", text) is None and not any(name in text for name in _TOGETHER_IF)
-        launch = (
-            ((_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER) + _LAUNCH)
-            .replace("KERNEL_NAME", call.kernel)
-            .replace("ARGUMENTS", arguments)
-        )
         file = library.with_suffix(".cpp")
-        file.write_text(_SHIM + (_ALONE if alone else _TOGETHER) + text + launch)
-        _compile("-shared", "-include", str(_headers()), str(file), "-o", str(library))
+
+        def compiles(threads: str, text: str, launch: str) -> str:
+            """Compile the kernel with what its threads are; return the errors."""
+            launch = (launch + _LAUNCH).replace("KERNEL_NAME", call.kernel).replace("ARGUMENTS", arguments)
+            file.write_text(_SHIM + threads + text + launch)
+            return _errors("-shared", "-include", str(_headers()), str(file), "-o", str(library))
+
+        if "__shared__" in text or compiles(_ALONE, text, _LAUNCH_ALONE):
+            errors = compiles(_TOGETHER, _FLOAT_PRODUCT.sub(_ONE_EXCHANGE, text), _LAUNCH_TOGETHER)
+            assert not errors, errors
     launch = kernel_launch_of(call)
     operands = (ctypes.c_void_p * len(addresses))(*addresses)
     assert launch.block[1:] == (1, 1)
@@ -298,15 +305,17 @@ def _headers() -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             own = Path(folder, path.name)
             own.write_text("".join(f"#include <{name}>\n" for name in _HEADERS))
-            _compile("-x", "c++-header", str(own), "-o", f"{folder}/compiled")
+            errors = _errors("-x", "c++-header", str(own), "-o", f"{folder}/compiled")
+            assert not errors, errors
             os.replace(own, path)
             os.replace(f"{folder}/compiled", compiled)
     return path
 
 
-def _compile(*arguments: str) -> None:
+def _errors(*arguments: str) -> str:
+    """Run the compiler with these arguments; return its errors, or an empty text if it succeeds."""
     built = subprocess.run([*_COMPILER, *arguments], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr[:4000]
+    return built.stderr[:4000] if built.returncode else ""
 
 
 def _plain(match: re.Match[str]) -> str:
