@@ -21,6 +21,8 @@ def trained_length(config: Any) -> int | None:
 def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
     """Choose the tokens per prefill run and the length of the KV cache, a multiple of them; return both.
 
+    The multiple is the next one above the wanted length, or below it where `longest_context` would be exceeded.
+
     Args:
         cache_length: Wanted length in tokens. None: 2048, or the model's maximum context length if that is less.
         chunk: Tokens per run of a prefill program; reduced to the length of a smaller cache.
@@ -29,22 +31,22 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
         InputError: a length is below 1 or beyond the model's maximum.
     """
     trained = trained_length(checkpoint.config) or DEFAULT_LENGTH
-    fixed = longest_context(checkpoint.config.to_dict()) or trained
-    length = min(DEFAULT_LENGTH, trained, fixed) if cache_length is None else cache_length
+    limit = longest_context(checkpoint.config.to_dict(), trained)
+    length = min(DEFAULT_LENGTH, trained, limit or trained) if cache_length is None else cache_length
     if length < 1 or chunk < 1:
         raise InputError(f"cache length and chunk must be at least 1, not {length} and {chunk}")
     if length > trained:
         raise InputError(
             f"a cache of {length} tokens exceeds the context length that {checkpoint.name} was trained for, {trained}"
         )
-    if length > fixed:
+    if limit is not None and length > limit:
         raise InputError(
-            f"{checkpoint.name} has other rotary frequencies for sequences of more than {fixed} tokens (longrope), "
+            f"{checkpoint.name} has other rotary frequencies for sequences of more than {limit} tokens (longrope), "
             "which is not supported; choose a cache no longer (--cache-length, or --context-length of a server)"
         )
     chunk = min(chunk, length)
-    length = -(-length // chunk) * chunk
-    return chunk, length
+    whole = -(-length // chunk) * chunk
+    return chunk, whole if limit is None or whole <= limit else whole - chunk
 
 
 def cache_capacity(checkpoint: Checkpoint, cache_length: int | None = None) -> int:

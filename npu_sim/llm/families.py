@@ -187,19 +187,21 @@ def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
     return parts or [parameters]
 
 
-def longest_context(fields: Mapping[str, Any]) -> int | None:
+def longest_context(fields: Mapping[str, Any], trained: int) -> int | None:
     """The longest context in which the config's rotary frequencies are the same for every token; None: no limit.
 
-    Beyond the limit, the frequencies of "longrope" scaling depend on the length of the sequence, so that cached keys
-    would be wrong.
+    Beyond the limit, the frequencies of "dynamic" and "longrope" scaling depend on the length of the sequence, so that
+    cached keys would be wrong.
 
     Args:
         fields: Fields of the config, as transformers has read it.
+        trained: The context length that the model was trained for.
     """
+    original = "original_max_position_embeddings"
     lengths = [
-        rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        trained if rope.get("rope_type") == "dynamic" else rope.get(original) or fields.get(original)
         for rope in _ropes(fields.get("rope_parameters"))
-        if rope.get("rope_type") == "longrope"
+        if rope.get("rope_type") in ("dynamic", "longrope")
     ]
     return min((length for length in lengths if type(length) is int), default=None)
 

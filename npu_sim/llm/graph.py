@@ -81,7 +81,25 @@ def _built(checkpoint: Checkpoint, device: str, dtype: str, attention: str) -> A
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
+    _keep_frequencies(model)
     return model.eval()
+
+
+def _keep_frequencies(model: Any) -> None:
+    """Let "dynamic" rotary embeddings keep their frequencies; no context is longer (see `longest_context`).
+
+    transformers chooses them anew in each step by the greatest position, which cannot be traced.
+    """
+
+    def kept(kind: Any) -> Any:
+        return "default" if kind == "dynamic" else kind
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):  # one for each kind of layer
+            module.rope_type = {layer: kept(kind) for layer, kind in kinds.items()}
+        elif isinstance(kinds, str):
+            module.rope_type = kept(kinds)
 
 
 def _placed_model(checkpoint: Checkpoint, *, paged: bool = False) -> Any:

@@ -92,7 +92,7 @@ class LanguageModel:
 
         Args:
             device: A device or its name. Default: the best one on this machine.
-            cache_length: Capacity of the KV cache in tokens, rounded up to a multiple of `chunk`. Default: 2048, or the
+            cache_length: Capacity of the KV cache in tokens, rounded to a multiple of `chunk`. Default: 2048, or the
                 model's maximum context length if that is less.
             chunk: Tokens per run of the only prefill program, which is compiled at once; reduced to the length of a
                 smaller cache. None: programs of several sizes are compiled when prompts need them, and the cache's

@@ -41,6 +41,7 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.checkpoint import as_input_error
+from npu_sim.llm.context import context_length
 from npu_sim.llm.graph import PagedShape, extract_paged, layer_states, meta_model, state_form, state_with_buffers
 from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.modules import first_position
@@ -566,6 +567,17 @@ def test_frequencies_that_depend_on_a_sequences_length_limit_the_context(llama: 
     assert cache_capacity(checkpoint) == 48
     with pytest.raises(InputError, match="other rotary frequencies for sequences of more than 48 tokens .longrope."):
         cache_capacity(checkpoint, 64)
+    for _ in range(50):
+        wanted, chunk = _RANDOM.randint(1, 48), _RANDOM.randint(1, 64)
+        used, length = context_length(checkpoint, wanted, chunk)
+        assert length <= 48 and length % used == 0 and wanted - used < length < wanted + used, (wanted, chunk)
+
+
+def test_dynamic_frequencies_are_computed() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    outcomes, _ = decoders.isolated(lambda: decoders.tried("llama", {"rope_parameters": rope}, ("float32",)))
+    kinds = {route: outcome.kind for route, outcome in outcomes.items()}
+    assert kinds == dict.fromkeys(decoders.ROUTES, "right"), outcomes
 
 
 def test_a_missing_package_is_named_with_what_installs_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

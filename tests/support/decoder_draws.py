@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import decoders
@@ -65,6 +66,40 @@ _ROPES: tuple[dict[str, Any], ...] = (
      "original_max_position_embeddings": 32},
     {"rope_type": "default", "rope_theta": 500.0},
 )  # fmt: skip
+_STEPS = {"short": 0.1, "long": 0.5}  # between the factors of two neighbouring rotary frequencies
+
+
+def rotated_width(config: dict[str, Any]) -> int:
+    """The number of elements of a head that are rotated where all are."""
+    heads = config.get("num_attention_heads") or 1
+    return config.get("qk_rope_head_dim") or config.get("head_dim") or (config.get("hidden_size") or 0) // heads
+
+
+def other_ropes(value: Any, width: int) -> list[dict[str, Any]]:
+    """Other rotary embeddings of a config, of one kind of layer where each kind has its own.
+
+    Args:
+        width: See `rotated_width`.
+    """
+    if not isinstance(value, dict):
+        return []
+    if "rope_theta" not in value:
+        return [{**value, kind: rope} for kind, part in value.items() for rope in other_ropes(part, width)]
+    ropes = [{**value, **rope} for rope in _ROPES]
+    ropes += [{**rope, "partial_rotary_factor": part} for rope in ropes for part in (0.5, 0.25)]
+    for part in (1.0, 0.5):
+        pairs = int(width * part) // 2
+        scaled = {f"{name}_factor": [1.0 + step * pair for pair in range(pairs)] for name, step in _STEPS.items()}
+        scaled |= {"rope_type": "longrope", "factor": 4.0, "partial_rotary_factor": part}
+        # Shorter than the prompt, and longer than the answer.
+        ropes += [{**value, **scaled, "original_max_position_embeddings": length} for length in (32, decoders.CONTEXT)]
+    return ropes
+
+
+def other_kinds(kinds: list[Any]) -> list[list[Any]]:
+    """Other kinds of layers: the same for all, and others in each place."""
+    names = list(dict.fromkeys(kinds))
+    return [list(chosen) for chosen in product(names, repeat=len(kinds)) if list(chosen) != kinds][:16]
 
 
 def choices(config: dict[str, Any]) -> dict[str, list[Any]]:
@@ -74,14 +109,14 @@ def choices(config: dict[str, Any]) -> dict[str, list[Any]]:
         if name in _LEFT or any(part in name for part in _OF_TRAINING):
             continue
         if name in ("rope_parameters", "rope_scaling"):
-            if isinstance(value, dict) and "rope_theta" in value:
-                found[name] = [{**value, **rope} for rope in _ROPES]
+            if others := other_ropes(value, rotated_width(config)):
+                found[name] = others
         elif isinstance(value, dict):
             found.update(choices({key: inner for key, inner in value.items() if isinstance(key, str)}))
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
             found[name] = [*_SIZES[name]]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
-            found[name] = [[kind] * len(value) for kind in dict.fromkeys(value)] + [value[::-1]]
+            found[name] = other_kinds(value)
         elif value is not None and (others := other_values(name, value)):
             found[name] = others
     return {name: others for name, values in found.items() if (others := [x for x in values if x != config.get(name)])}
