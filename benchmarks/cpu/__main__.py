@@ -1,4 +1,4 @@
-"""The CPU device against PyTorch, ONNX Runtime, OpenVINO and llama.cpp: SmolLM2-135M and six networks.
+"""The CPU device against PyTorch, ONNX Runtime, OpenVINO and llama.cpp: SmolLM2-135M and eight networks.
 
     python -m benchmarks.cpu [--only decode,bert] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
     python -m benchmarks.cpu --profile bert [--dtype float32]
@@ -26,7 +26,16 @@ from benchmarks.cpu.machine import describe, limit_threads, usable_cores
 from benchmarks.cpu.page import LANGUAGE_TASKS, QUANTIZED_TASKS, document, draw, terminal_table
 from benchmarks.figures import Run, load_run
 
-NETWORK_TASKS = ("resnet50", "bert", "vit", "mobilenet-v2", "efficientnet-lite0", "convnext")
+NETWORK_TASKS = (
+    "resnet50",
+    "bert",
+    "vit",
+    "mobilenet-v2",
+    "efficientnet-lite0",
+    "efficientnet-b0",
+    "regnety",
+    "convnext",
+)
 TASKS = (*LANGUAGE_TASKS, *QUANTIZED_TASKS, *NETWORK_TASKS)
 
 T = TypeVar("T")

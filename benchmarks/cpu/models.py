@@ -5,6 +5,7 @@ EfficientNet-Lite0 has its trained weights; the others have seeded random ones t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,16 +88,42 @@ def _vit() -> nn.Module:
     return _transformers("ViTForImageClassification", "ViTConfig", "logits", num_labels=1000)
 
 
-def _mobilenet_v2() -> nn.Module:
+def _seeded(architecture: str, config: str, last_norms: str, **settings: Any) -> nn.Module:
+    """Return an image classifier with seeded weights.
+
+    Args:
+        last_norms: Pattern of the names of the normalizations that end a residual branch. As after training, a branch
+            contributes less than its shortcut; else 16 bits cost a tenth of the result.
+    """
     from npu_sim.vision.resnet import seed_weights
 
-    model = _transformers("MobileNetV2ForImageClassification", "MobileNetV2Config", "logits", num_labels=1000)
+    model = _transformers(architecture, config, "logits", num_labels=1000, **settings)
     seed_weights(model, seed=0)
-    blocks: Any = [module for module in model.modules() if getattr(module, "use_residual", False)]
-    for block in blocks:
-        # As after training, the branch contributes less than the shortcut; else 16 bits cost a tenth of the result.
-        block.reduce_1x1.normalization.weight.data.mul_(0.5)
+    norms: Any = [module for name, module in model.named_modules() if re.fullmatch(last_norms, name)]
+    for norm in norms:
+        norm.weight.data.mul_(0.5)
     return model
+
+
+def _mobilenet_v2() -> nn.Module:
+    residual = r".*layer\.(1|3|4|6|7|8|10|11|13|14)\.reduce_1x1\.normalization"
+    return _seeded("MobileNetV2ForImageClassification", "MobileNetV2Config", residual)
+
+
+def _efficientnet_b0() -> nn.Module:
+    """Return an EfficientNet-B0 that ends in an average of all pixels: OpenVINO refuses its wide window."""
+    settings = {"image_size": 224, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
+    residual = r".*blocks\.(2|4|6|7|9|10|12|13|14)\.projection\.project_bn"
+    model: Any = _seeded("EfficientNetForImageClassification", "EfficientNetConfig", residual, **settings)
+    model.model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
+    return model
+
+
+def _regnety() -> nn.Module:
+    """Return a RegNetY-1.6GF: https://arxiv.org/abs/2003.13678, table 9."""
+    settings = {"embedding_size": 32, "hidden_sizes": [48, 120, 336, 888], "depths": [2, 6, 17, 2], "groups_width": 24}
+    residual = r".*layers\.\d+\.layer\.3\.normalization"
+    return _seeded("RegNetForImageClassification", "RegNetConfig", residual, layer_type="y", **settings)
 
 
 def _convnext() -> nn.Module:
@@ -111,5 +138,7 @@ NETWORKS = {
     "vit": Network("ViT-B/16", _vit, _images),
     "mobilenet-v2": Network("MobileNetV2", _mobilenet_v2, _images),
     "efficientnet-lite0": Network("EfficientNet-Lite0", _efficientnet_lite0, _images),
+    "efficientnet-b0": Network("EfficientNet-B0", _efficientnet_b0, _images),
+    "regnety": Network("RegNetY-1.6GF", _regnety, _images),
     "convnext": Network("ConvNeXt-T", _convnext, _images),
 }
