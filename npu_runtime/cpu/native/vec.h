@@ -271,9 +271,9 @@ NPU_INLINE void store(T* p, Vec v) {
   std::memcpy(p, &bits, sizeof(bits));
 }
 
-// Two vectors, one after the other.
+// Two vectors, `distance` elements apart: kLanes, unless they are floats.
 template <class T>
-NPU_INLINE void store_both(T* p, Vec first, Vec second) {
+NPU_INLINE void store_both(T* p, int64_t distance, Vec first, Vec second) {
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
     if (!any_subnormal(first) && !any_subnormal(second)) {
@@ -283,7 +283,7 @@ NPU_INLINE void store_both(T* p, Vec first, Vec second) {
   }
 #endif
   store(p, first);
-  store(p + kLanes, second);
+  store(p + distance, second);
 }
 
 // The first `count` elements only; the other lanes load as zero. A count beyond kLanes means all.
@@ -799,6 +799,11 @@ NPU_INLINE Vec scale_by_power(Vec p, Vec k) {
 }
 
 // Everything below is written in the functions above.
+
+template <class T>
+inline constexpr Dtype dtype_of = std::is_same_v<T, float>  ? Dtype::f32
+                                  : std::is_same_v<T, bf16> ? Dtype::bf16
+                                                            : Dtype::f16;
 
 // Calls body with a null pointer of the storage type that `dtype` names.
 template <class F>

@@ -16,7 +16,7 @@ from npu_runtime.cpu.arrays import address, strides_of, with_strides
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, operand
 from npu_runtime.cpu.native.bindings import launch as prepare
 from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, WINDOW_FIELDS, Window
-from npu_runtime.cpu.native.convolutions.weights import PackedConv, multiplies_tiles
+from npu_runtime.cpu.native.convolutions.weights import PackedConv, planar_dtype
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, strided
 from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
 from npu_runtime.cpu.native.products.linear import LinearArgs, float_vector, linear_args, packed_size
@@ -61,8 +61,7 @@ class ChannelsLastArgs(ArgumentBlock):
             size = self.groups * packed_size(linear.n, linear.k, linear.x.dtype)
             yield packed("weight", linear.weight, size)
         elif kernel == "conv2d_planes":
-            dtype = linear.x.dtype if multiplies_tiles(linear.x.dtype) else DTYPES[np.dtype(np.float32)]
-            yield packed("weight", linear.weight, packed_size(linear.n, linear.k, dtype))
+            yield packed("weight", linear.weight, packed_size(linear.n, linear.k, planar_dtype(linear.x.dtype)))
         elif kernel == "conv2d_depthwise_channels_last":
             yield floats("taps", self.taps, (taps + 1) * self.channels)
         elif kernel == "avg_pool2d_channels_last":

@@ -182,6 +182,10 @@ void convolve_groups(const ChannelsLastArgs& a) {
       const LinearArgs layer = layer_of_group<T>(a, group, 0);
       const T* weight = static_cast<const T*>(layer.weight) + panel * kPanel * layer.k;
       const int64_t column = panel * kPanel, vecs = layer.n - column > kLanes ? 2 : 1;
+      const DirectResult<T> direct(layer);
+      alignas(64) float start[kPanel];
+      Range range = direct.begin(column, start);
+      range.low = direct.low, range.high = direct.high;
       for (int64_t row = rows * band / bands; row < rows * (band + 1) / bands; ++row) {
         const T* line = images.data + row / a.out_h * images.item_stride +
                         row % a.out_h * a.stride_h * images.row_stride + group * a.channels;
@@ -190,8 +194,13 @@ void convolve_groups(const ChannelsLastArgs& a) {
           for (int64_t t = 0; t < taps; ++t)
             parts[t] = line + t / a.kernel_w * a.dilation_h * images.row_stride +
                        t % a.kernel_w * a.dilation_w * images.pixel_stride + ox * step;
-          multiply_parts<T>(count, parts, taps, step, weight, a.channels / Step<T>::kWidth, {tile}, {}, vecs);
-          finish(layer, tile, row * a.out_w + ox, count, column);
+          const int64_t steps = a.channels / Step<T>::kWidth, pixel = row * a.out_w + ox;
+          if (direct.out) {
+            multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, vecs);
+          } else {
+            multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, vecs);
+            finish(layer, tile, pixel, count, column);
+          }
         }
       }
     }

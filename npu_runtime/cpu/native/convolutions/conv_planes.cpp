@@ -1,7 +1,8 @@
 // Convolution of planar images of few channels, such as a network's input, whose result has its channels innermost.
 //
 // The lines of the image that a row of the result reads are copied with their padding: as floats, whose products with the
-// weights are then summed where the lines are, or, for the matrix unit, as bfloat16, of which windows are gathered.
+// weights are then summed where the lines are, or, for the matrix unit, as bfloat16, of which windows are gathered. Where pairs
+// of bfloat16 are multiplied, a pair is of two neighbouring lines, which then take the place of one.
 #include "convolutions/channels_last.h"
 
 namespace npu::conv {
@@ -9,6 +10,9 @@ namespace {
 
 constexpr int kTogether = kRegisters == 32 ? 14 : 6;  // pixels, with two vectors of sums each
 constexpr int64_t kBlockBytes = 64 << 10;             // of gathered windows
+
+template <class T>
+inline constexpr bool kPairsLines = Step<T>::kWidth == 2;
 
 // The lines that a row of the result reads: per channel and kernel row, a line of the padded image, `pitch` elements apart.
 // There is room for the windows of kTogether pixels more, and a vector.
@@ -39,46 +43,84 @@ void copy_lines(const ChannelsLastArgs& a, const Lines& lines, int64_t row, To* 
   }
 }
 
-// The sums of kTogether pixels and a panel of outputs. The first pixel's windows begin at `x`. kStride 0 stands for any.
-template <int kStride>
-void multiply_lines(const ChannelsLastArgs& a, const Lines& lines, const float* x, const float* panel, float* sums) {
+// The lines in pairs, each of which is a line of pairs. Where their number is odd, the last one is paired with zeros.
+void copy_pairs(const ChannelsLastArgs& a, const Lines& lines, int64_t row, bf16* memory, float* to) {
+  if (lines.count % 2) std::fill_n(memory + lines.count * lines.pitch, lines.pitch, bf16{});
+  copy_lines<bf16>(a, lines, row, memory);
+  for (int64_t line = 0; line < lines.count; line += 2, memory += 2 * lines.pitch)
+    for (int64_t x = 0; x < lines.pitch; x += kLanes, to += kLanes) {
+      const UVec first = bit_cast<UVec>(load(memory + x)), second = bit_cast<UVec>(load(memory + lines.pitch + x));
+      store(to, bit_cast<Vec>(first >> 16 | second));
+    }
+}
+
+// The sums of kTogether pixels and a panel of outputs. The first pixel's windows begin at `x`, of `count` lines of floats, or
+// of pairs. kStride 0 stands for any.
+template <bool kPairs, int kStride, class Out>
+void multiply_lines(const ChannelsLastArgs& a, int64_t count, int64_t pitch, const float* x, const float* panel,
+                    const Results<Out>& results, const Range& range) {
   const int64_t stride = kStride ? kStride : a.stride_w;
-  Vec sum[kTogether][2] = {};
-  for (int64_t line = 0; line < lines.count; ++line, x += lines.pitch)
+  Vec sum[kTogether][2];
+#pragma GCC unroll 14
+  for (int p = 0; p < kTogether; ++p)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) sum[p][v] = load(range.start + v * range.vec_stride);
+  for (int64_t line = 0; line < count; ++line, x += pitch)
     for (int64_t kx = 0; kx < a.kernel_w; ++kx, panel += kPanel) {
-      const Vec first = load(panel), second = load(panel + kLanes);
+      const Vec weight[2] = {load(panel), load(panel + kLanes)};
       const float* pixel = x + kx * a.dilation_w;
 #pragma GCC unroll 14
       for (int p = 0; p < kTogether; ++p) {
         const Vec value = splat(pixel[p * stride]);
-        sum[p][0] += value * first;
-        sum[p][1] += value * second;
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          if constexpr (kPairs) sum[p][v] = add_pairs(sum[p][v], value, weight[v]);
+          else sum[p][v] += value * weight[v];
+        }
       }
     }
+  const Vec low = splat(range.low), high = splat(range.high);
 #pragma GCC unroll 14
   for (int p = 0; p < kTogether; ++p) {
-    store(sums + p * kPanel, sum[p][0]);
-    store(sums + p * kPanel + kLanes, sum[p][1]);
+    if (results.columns >= kPanel) put_row<true>(results, p, sum[p], low, high);
+    else put_row<false>(results, p, sum[p], low, high);
   }
 }
 
 template <class T>
 void convolve_lines(const ChannelsLastArgs& a) {
-  const int64_t rows = a.batch * a.out_h, panels = divide_up(a.linear.n, kPanel);
-  const int64_t panel_size = a.channels * a.kernel_h * a.kernel_w * kPanel;
-  const float* weight = static_cast<const float*>(a.linear.weight);
+  constexpr bool kPairs = kPairsLines<T>;
+  using Out = std::conditional_t<kPairs, T, float>;
   const Lines lines(a);
+  const int64_t rows = a.batch * a.out_h, panels = divide_up(a.linear.n, kPanel);
+  const int64_t count = divide_up(lines.count, Step<T>::kWidth), panel_size = count * a.kernel_w * kPanel;
+  const float* weight = static_cast<const float*>(a.linear.weight);
   const Finish finish = finish_for(a.linear);
-  auto* multiply = a.stride_w == 2 ? multiply_lines<2> : a.stride_w == 4 ? multiply_lines<4> : multiply_lines<0>;
+  const DirectResult<Out> direct(a.linear);
+  const auto multiply = [&](const float* x, const float* panel, const auto& results, const Range& range) {
+    if (a.stride_w == 2) multiply_lines<kPairs, 2>(a, count, lines.pitch, x, panel, results, range);
+    else if (a.stride_w == 4) multiply_lines<kPairs, 4>(a, count, lines.pitch, x, panel, results, range);
+    else multiply_lines<kPairs, 0>(a, count, lines.pitch, x, panel, results, range);
+  };
   parallel_for(rows, divide_up(rows, 8 * num_threads()), [&](int64_t begin, int64_t end, int) {
-    float* copied = thread_scratch().get<float>(lines.count * lines.pitch * sizeof(float));
-    alignas(64) float sums[kTogether * kPanel];
+    const int64_t floats = count * lines.pitch;
+    float* copied = thread_scratch().get<float>((kPairs ? 2 : 1) * floats * sizeof(float));
+    alignas(64) float sums[kTogether * kPanel], start[kPanel];
     for (int64_t row = begin; row < end; ++row) {
-      copy_lines<T>(a, lines, row, copied);
+      if constexpr (kPairs) copy_pairs(a, lines, row, reinterpret_cast<bf16*>(copied + floats), copied);
+      else copy_lines<T>(a, lines, row, copied);
       for (int64_t x = 0; x < a.out_w; x += kTogether)
         for (int64_t p = 0; p < panels; ++p) {
-          multiply(a, lines, copied + x * a.stride_w, weight + p * panel_size, sums);
-          finish(a.linear, sums, row * a.out_w + x, std::min<int64_t>(kTogether, a.out_w - x), p * kPanel);
+          const float *first = copied + x * a.stride_w, *panel = weight + p * panel_size;
+          const int64_t pixel = row * a.out_w + x, pixels = std::min<int64_t>(kTogether, a.out_w - x);
+          if (direct.out && pixels == kTogether) {
+            Range range = direct.begin(p * kPanel, start);
+            range.low = direct.low, range.high = direct.high;
+            multiply(first, panel, direct.at(pixel, p * kPanel), range);
+          } else {
+            multiply(first, panel, Sums{sums}, {});
+            finish(a.linear, sums, pixel, pixels, p * kPanel);
+          }
         }
     }
   });

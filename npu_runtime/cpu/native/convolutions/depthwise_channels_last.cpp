@@ -18,9 +18,9 @@ struct Columns {
 };
 
 // Sums of kVectors vectors of channels from `channel` on, `count` channels. A kSize of 0 stands for a window of any size.
-template <class T, int kSize, int kStride, int kVectors, bool kInside>
+template <class T, int kSize, int kStride, int kVectors, bool kInside, class Out>
 NPU_INLINE void multiply_taps(const ChannelsLastArgs& a, const Columns<T>& columns, int64_t channel, int64_t count,
-                              const Sums& sums, const Range& range) {
+                              const Results<Out>& results, const Range& range) {
   constexpr int kWidth = (kTogether - 1) * kStride + kSize;
   Vec sum[kTogether][kVectors];
   const T* const* x = columns.x;
@@ -68,17 +68,17 @@ NPU_INLINE void multiply_taps(const ChannelsLastArgs& a, const Columns<T>& colum
   }
   const Vec low = splat(range.low), high = splat(range.high);
 #pragma GCC unroll 7
-  for (int p = 0; p < kTogether; ++p)
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v)
-      store(sums.data + p * sums.row_stride + v * kLanes, min(high, max(low, sum[p][v])));  // NaN passes
+  for (int p = 0; p < kTogether; ++p) {
+    if (count >= kVectors * kLanes) put_row<true>(results, p, sum[p], low, high);
+    else put_row<false>(results, p, sum[p], low, high);
+  }
 }
 
 // One row of the result. `pointers` has room for those of Columns.
 template <class T, int kSize, int kStride>
-void convolve_row(const ChannelsLastArgs& a, Finish finish, const DirectResult& direct, int64_t row, const T** pointers) {
+void convolve_row(const ChannelsLastArgs& a, Finish finish, const DirectResult<T>& direct, int64_t row, const T** pointers) {
   constexpr int64_t kWhole = kVecs * kLanes, kWidth = (kTogether - 1) * kStride + kSize;
-  const int64_t item = row / a.out_h, top = row % a.out_h * a.stride_h - a.pad_top, out_step = a.linear.out.stride[2];
+  const int64_t item = row / a.out_h, top = row % a.out_h * a.stride_h - a.pad_top;
   const T* image = reinterpret_cast<const T*>(a.linear.x.data) + item * a.x_batch_stride;
   const T* zeros = reinterpret_cast<const T*>(a.taps + a.kernel_h * a.kernel_w * a.channels);
   Columns<T> columns{0, a.kernel_h, pointers};
@@ -103,23 +103,29 @@ void convolve_row(const ChannelsLastArgs& a, Finish finish, const DirectResult& 
     alignas(64) float tile[kTogether * kPanel];
     const int64_t pixel = row * a.out_w + ox, pixels = std::min<int64_t>(kTogether, a.out_w - ox);
     for (int64_t c = 0; c < a.channels; c += kPanel) {
-      const bool is_direct = direct.out && pixels == kTogether && a.channels - c >= kPanel;
+      const bool is_direct = direct.out && pixels == kTogether;
       for (int64_t part = c; part < std::min(c + kPanel, a.channels); part += kWhole) {
         const int64_t count = a.channels - part;
-        Sums sums{tile + part - c};
-        Range range;
-        if (is_direct) {
-          sums = {direct.out + pixel * out_step + part, out_step};
-          range = direct.begin(part);
-          range.low = direct.low, range.high = direct.high;
-        }
-        const auto multiply = [&]<bool kInside>(std::bool_constant<kInside>) {
-          if (count >= kWhole) multiply_taps<T, kSize, kStride, kVecs, kInside>(a, columns, part, kWhole, sums, range);
-          else if (count > kLanes) multiply_taps<T, kSize, kStride, kVecs, kInside>(a, columns, part, count, sums, range);
-          else multiply_taps<T, kSize, kStride, 1, kInside>(a, columns, part, count, sums, range);
+        const auto multiply = [&]<bool kInside, class Out>(std::bool_constant<kInside>, const Results<Out>& results,
+                                                           const Range& range) {
+          if (count >= kWhole)
+            multiply_taps<T, kSize, kStride, kVecs, kInside>(a, columns, part, kWhole, results, range);
+          else if (count > kLanes)
+            multiply_taps<T, kSize, kStride, kVecs, kInside>(a, columns, part, count, results, range);
+          else multiply_taps<T, kSize, kStride, 1, kInside>(a, columns, part, count, results, range);
         };
-        if (inside) multiply(std::bool_constant<kSize != 0>());
-        else multiply(std::false_type());
+        const auto multiply_into = [&](const auto& results, const Range& range) {
+          if (inside) multiply(std::bool_constant<kSize != 0>(), results, range);
+          else multiply(std::false_type(), results, range);
+        };
+        if (is_direct) {
+          alignas(64) float start[kPanel];
+          Range range = direct.begin(part, start);
+          range.low = direct.low, range.high = direct.high;
+          multiply_into(direct.at(pixel, part), range);
+        } else {
+          multiply_into(Sums{tile + part - c}, {});
+        }
       }
       if (!is_direct) finish(a.linear, tile, pixel, pixels, c);
     }
@@ -142,9 +148,9 @@ auto* row_kernel(const ChannelsLastArgs& a) {
 void convolve(const ChannelsLastArgs& a) {
   const int64_t rows = a.batch * a.out_h;
   const Finish finish = finish_for(a.linear);
-  const DirectResult direct(a.linear);
   with_type(a.linear.x.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
+    const DirectResult<T> direct(a.linear);
     auto* convolve_row = row_kernel<T>(a);
     // A window of any size has a pointer per tap and pixel; of the others none has more columns than 3 a tap and pixel.
     const int64_t pointers = a.kernel_h * a.kernel_w * 3 * kTogether;

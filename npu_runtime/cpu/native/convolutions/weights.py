@@ -66,13 +66,19 @@ class PackedConv:
 
     @cached_property
     def planar_matrix(self) -> PackedWeight:
-        """The weight of one group for planar images of few channels: bfloat16 for the matrix unit, else float32.
+        """The weight of one group for planar images of few channels, of `planar_dtype`.
 
-        Windows are channels, kernel rows, kernel columns, and zeros up to what the matrix unit takes at once.
+        Windows are channels, kernel rows, kernel columns, and zeros up to what the matrix unit takes at once. Without
+        that unit, pairs are of neighbouring kernel rows, whose number is made even by zeros.
         """
-        if multiplies_tiles(DTYPES[self.weight.dtype]):
+        if planar_dtype(DTYPES[self.weight.dtype]) != DTYPES[BFLOAT16]:
+            return _packed_matrix(_rows(widened(self.weight)), 1)
+        if layout().has_tiles:
             return _packed_matrix(_rows(self.weight), 2 * TILE_PAIRS)
-        return _packed_matrix(_rows(widened(self.weight)), 1)
+        lines = self.weight.reshape(len(self.weight), -1, self.weight.shape[-1])
+        lines = np.pad(lines, ((0, 0), (0, lines.shape[1] % 2), (0, 0)))
+        pairs = lines.reshape(len(lines), -1, 2, lines.shape[-1]).swapaxes(2, 3)
+        return _packed_matrix(_rows(pairs), 1)
 
     @cached_property
     def taps(self) -> np.ndarray:
@@ -87,9 +93,9 @@ class PackedConv:
         return taps
 
 
-def multiplies_tiles(dtype: int) -> bool:
-    """Whether the matrix unit multiplies planar images of the dtype with this number."""
-    return dtype == DTYPES[BFLOAT16] and layout().has_tiles
+def planar_dtype(dtype: int) -> int:
+    """The number of the dtype of weights for planar images, whose dtype has the number `dtype`."""
+    return dtype if dtype == DTYPES[BFLOAT16] and layout().has_pairs else DTYPES[np.dtype(np.float32)]
 
 
 def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:

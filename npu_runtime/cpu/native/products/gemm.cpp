@@ -5,9 +5,9 @@ namespace npu {
 namespace {
 
 // Packed rows of x are interleaved, others `row_stride` values apart. Each of `count` parts has `steps` steps.
-template <class W, int kRows, int kVecs, bool kPacked>
+template <class W, class Out, int kRows, int kVecs, bool kPacked>
 void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride, const W* w, int64_t steps,
-                   Sums sums, const Range& range) {
+                   Results<Out> results, const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
   constexpr int kStepBytes = kPanel * S::kWidth * sizeof(W);
@@ -44,38 +44,45 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     for (; s < steps; ++s) step(sum[0]);
   }
   const Vec low = splat(range.low), high = splat(range.high);
+  const auto put = [&]<bool kWhole>(std::bool_constant<kWhole>) __attribute__((always_inline)) {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      Vec total = sum[0][r][v];
+      for (int v = 0; v < kVecs; ++v)
 #pragma GCC unroll 4
-      for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
-      total = min(high, max(low, total));  // NaN passes
-      store(sums.data + r * sums.row_stride + v * sums.vec_stride, total);
+        for (int c = 1; c < kChains; ++c) sum[0][r][v] += sum[c][r][v];
+      put_row<kWhole>(results, r, sum[0][r], low, high);
     }
+  };
+  if (results.columns >= kVecs * kLanes) put(std::true_type());
+  else put(std::false_type());
 }
 
-template <class W>
-using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Sums, const Range&);
+template <class W, class Out>
+using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Results<Out>,
+                          const Range&);
 
-template <class W>
+template <class W, class Out>
 struct Table {
-  Multiply<W> packed[2][kMaxRows], unpacked[2][kMaxRows];
+  Multiply<W, Out> packed[2][kMaxRows], unpacked[2][kMaxRows];
 };
 
 // Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
-template <class W, int... i>
-constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
-  if constexpr (std::is_same_v<typename Step<W>::X, W>)
-    return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
-            {{multiply_rows<W, i + 1, 1, false>...}, {multiply_rows<W, i + 1, 2, false>...}}};
-  else
-    return {{{}, {multiply_rows<W, i + 1, 2, true>...}}, {}};
+template <class W, class Out, int... i>
+constexpr Table<W, Out> make_table(std::integer_sequence<int, i...>) {
+  constexpr bool kWidened = !std::is_same_v<typename Step<W>::X, W>;
+  Table<W, Out> table{};
+  if constexpr (!kWidened)
+    table = {{}, {{multiply_rows<W, Out, i + 1, 1, false>...}, {multiply_rows<W, Out, i + 1, 2, false>...}}};
+  if constexpr (std::is_same_v<Out, float>) {
+    ((table.packed[1][i] = multiply_rows<W, Out, i + 1, 2, true>), ...);
+    if constexpr (!kWidened) ((table.packed[0][i] = multiply_rows<W, Out, i + 1, 1, true>), ...);
+  }
+  return table;
 }
 
-template <class W>
-constexpr Table<W> kTable = make_table<W>(std::make_integer_sequence<int, kMaxRows>());
+template <class W, class Out>
+constexpr Table<W, Out> kTable = make_table<W, Out>(std::make_integer_sequence<int, kMaxRows>());
 
 // out[c * pitch + r] = row[r][c], with zeros for rows from `rows` to `pitch`.
 template <class From, class To>
@@ -145,21 +152,22 @@ NPU_PACK(f16, f16)
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs) {
-  kTable<W>.packed[vecs - 1][rows - 1](&x, 1, 0, panel, steps, sums, range);
+  kTable<W, float>.packed[vecs - 1][rows - 1](&x, 1, 0, panel, steps, sums, range);
 }
 template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
 template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
 template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, const Range&, int64_t);
 
-template <class W>
+template <class W, class Out>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Sums sums, const Range& range, int64_t vecs) {
-  kTable<W>.unpacked[vecs - 1][rows - 1](parts, count, row_stride, panel, steps, sums, range);
+                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t vecs) {
+  kTable<W, Out>.unpacked[vecs - 1][rows - 1](parts, count, row_stride, panel, steps, results, range);
 }
-#define NPU_PARTS(W)                                                                                                \
-  template void multiply_parts<W>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Sums,     \
-                                  const Range&, int64_t);
-NPU_PARTS(float)
-NPU_PARTS(bf16)
+#define NPU_PARTS(W, Out)                                                                                           \
+  template void multiply_parts<W, Out>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t,      \
+                                       Results<Out>, const Range&, int64_t);
+NPU_PARTS(float, float)
+NPU_PARTS(bf16, float)
+NPU_PARTS(bf16, bf16)
 
 }  // namespace npu

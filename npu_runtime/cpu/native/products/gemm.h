@@ -45,11 +45,32 @@ struct PairStep {
 template <class W>
 using Step = std::conditional_t<kHasPairs && std::is_same_v<W, bf16>, PairStep<W>, FloatStep<W>>;
 
-// Where sums go: vector v of row r at data + r * row_stride + v * vec_stride.
-struct Sums {
-  float* data;
+// Where sums go, floats or rounded: vector v of row r to data + r * row_stride + v * vec_stride. `added`, if there is one, is
+// added to them. Of a row, `columns` are written and read.
+template <class T>
+struct Results {
+  T* data;
   int64_t row_stride = kPanel, vec_stride = kLanes;
+  const T* added = nullptr;
+  int64_t added_row_stride = 0;
+  int64_t columns = kPanel;
 };
+using Sums = Results<float>;
+
+// Puts the vectors of a row's sums where they go, within limits. kWhole: all columns of these vectors are written.
+template <bool kWhole, int kVecs, class T>
+NPU_INLINE void put_row(const Results<T>& results, int64_t row, Vec (&sums)[kVecs], Vec low, Vec high) {
+  T* to = results.data + row * results.row_stride;
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) {
+    const int64_t count = kWhole ? kLanes : results.columns - v * kLanes;
+    if (!kWhole && count <= 0) break;
+    if (results.added) sums[v] += load_n(results.added + row * results.added_row_stride + v * kLanes, count);
+    sums[v] = min(high, max(low, sums[v]));  // NaN passes
+    if (!kWhole || kVecs == 1) store_n(to + v * results.vec_stride, sums[v], count);
+  }
+  if constexpr (kWhole && kVecs == 2) store_both(to, results.vec_stride, sums[0], sums[1]);
+}
 
 // What sums begin with, strided as they are, and the limits that they are brought within at the end.
 inline constexpr float kZeros[kPanel] = {};
@@ -59,10 +80,8 @@ struct Range {
   float low = -kInfinity, high = kInfinity;
 };
 
-// Sums that add to what is there, where `accumulate`.
-inline Range onto(const Sums& sums, bool accumulate = true) {
-  return accumulate ? Range{sums.data, sums.row_stride, sums.vec_stride} : Range{};
-}
+// Sums that add to what is there.
+inline Range onto(const Sums& sums) { return {sums.data, sums.row_stride, sums.vec_stride}; }
 
 // sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `vecs` (1 or 2) vectors of a
 // panel; both of them where W is widened.
@@ -71,14 +90,14 @@ void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_
               int64_t vecs = 2);
 
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened. Its columns
-// lie in `count` places, `parts`, of `steps` steps each.
-template <class W>
+// lie in `count` places, `parts`, of `steps` steps each. Out is float or W.
+template <class W, class Out = float>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Sums sums, const Range& range, int64_t vecs = 2);
-template <class W>
+                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t vecs = 2);
+template <class W, class Out = float>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, const Range& range, int64_t vecs = 2) {
-  multiply_parts<W>(rows, &x, 1, row_stride, panel, steps, sums, range, vecs);
+                       Results<Out> results, const Range& range, int64_t vecs = 2) {
+  multiply_parts<W, Out>(rows, &x, 1, row_stride, panel, steps, results, range, vecs);
 }
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.

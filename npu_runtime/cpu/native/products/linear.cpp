@@ -33,7 +33,7 @@ void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, i
         }
       }
       if (counts[1] >= kLanes) {
-        store_both(out, sum[0], sum[1]);
+        store_both(out, kLanes, sum[0], sum[1]);
       } else {
         store_n(out, sum[0], counts[0]);
         if (counts[1] > 0) store_n(out + kLanes, sum[1], counts[1]);
@@ -133,7 +133,7 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
   const int64_t row_tasks = std::min(blocks.count, std::max(divide_up(blocks.rows, kMaxTaskRows), for_balance));
   const bool converts = !std::is_same_v<X, W>;
   const Finish finish = finish_for(a);
-  const DirectResult direct(a);
+  const DirectResult<X> direct(a);
   parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
     const int64_t tile_floats = (kMaxTaskRows + kMaxRows) * kPanel;
     float* tiles = thread_scratch().get<float>((tile_floats + (converts ? kSlice * kPanel : 0)) * sizeof(float));
@@ -141,7 +141,9 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
       const int64_t panel = task % panels, row_task = task / panels;
       const int64_t first = blocks.count * row_task / row_tasks, last = blocks.count * (row_task + 1) / row_tasks;
       const int64_t columns = a.n - panel * kPanel, vecs = columns > kLanes ? 2 : 1;
-      const bool is_direct = direct.out && columns >= kPanel;
+      const bool is_direct = direct.out && (!packed || std::is_same_v<X, float>);
+      alignas(64) float start[kPanel];
+      const Range first_range = is_direct ? direct.begin(panel * kPanel, start) : Range{};
       for (int64_t s0 = 0; s0 < steps; s0 += kSlice) {
         const int64_t count = std::min(kSlice, steps - s0);
         const W* stored = weight + (panel * steps + s0) * kPanel * kWidth;
@@ -158,23 +160,24 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          Sums sums{tile};
-          Range range = onto(sums, s0 > 0);
-          if (is_direct) {
-            if (s0 == 0) range = direct.begin(panel * kPanel);
-            if (is_last) {
-              range.low = direct.low, range.high = direct.high;
-              sums = {direct.out + row * a.out.stride[2] + panel * kPanel, a.out.stride[2]};
+          Range range = s0 == 0 ? first_range : onto({tile});
+          const auto multiply_into = [&]<class Out>(const Results<Out>& results) __attribute__((always_inline)) {
+            if constexpr (std::is_same_v<Out, float>) {
+              const int64_t at = (blocks.packed_begin(b, steps) + s0 * rows) * kWidth;
+              if (packed) return multiply<X>(rows, packed + at, slice, count, results, range, vecs);
             }
+            if constexpr (std::is_same_v<X, W>) {
+              const X* x = reinterpret_cast<const X*>(a.x.data) + row * a.x.stride[2] + s0 * kWidth;
+              multiply_unpacked<X, Out>(rows, x, a.x.stride[2], slice, count, results, range, vecs);
+            }
+          };
+          if (is_direct && is_last) {
+            range.low = direct.low, range.high = direct.high;
+            multiply_into(direct.at(row, panel * kPanel));
+          } else {
+            multiply_into(Sums{tile});
+            if (is_last) finish(a, tile, row, rows, panel * kPanel);
           }
-          if (packed) {
-            const X* x = packed + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth;
-            multiply<X>(rows, x, slice, count, sums, range, vecs);
-          } else if constexpr (std::is_same_v<X, W>) {
-            const X* x = reinterpret_cast<const X*>(a.x.data) + row * a.x.stride[2] + s0 * kWidth;
-            multiply_unpacked<X>(rows, x, a.x.stride[2], slice, count, sums, range, vecs);
-          }
-          if (is_last && !is_direct) finish(a, tile, row, rows, panel * kPanel);
         }
       }
     }

@@ -25,22 +25,44 @@ inline constexpr int64_t kMaxTaskRows = 96;
 using Finish = void (*)(const LinearArgs&, const float* sums, int64_t row, int64_t rows, int64_t column);
 Finish finish_for(const LinearArgs& a);
 
-// Where sums that begin with the bias, and end within the activation's limits, are results already.
+// Where sums that begin with the bias, to which the residual is added, and which end within the activation's limits, are
+// results of type T already.
+template <class T>
 struct DirectResult {
-  float* out = nullptr;  // null: they are not
+  T* out = nullptr;  // null: they are not
   const float* bias;
+  const T* residual;
+  int64_t n, out_stride, residual_stride;
   float low = -kInfinity, high = kInfinity;
 
-  explicit DirectResult(const LinearArgs& a) : bias(reinterpret_cast<const float*>(a.bias.data)) {
+  explicit DirectResult(const LinearArgs& a)
+      : bias(reinterpret_cast<const float*>(a.bias.data)),
+        residual(reinterpret_cast<const T*>(a.residual.data)),
+        n(a.n),
+        out_stride(a.out.stride[2]),
+        residual_stride(a.residual.stride[2]) {
     const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
-    if ((a.activation != Activation::none && !limits) || a.residual.data || a.row_scales || a.out.dtype != Dtype::f32)
-      return;
-    out = reinterpret_cast<float*>(a.out.data);
+    if ((a.activation != Activation::none && !limits) || a.row_scales || a.out.dtype != dtype_of<T>) return;
+    // Rounded sums with a residual are finished no faster from registers.
+    if (residual && (!std::is_same_v<T, float> || a.residual.dtype != Dtype::f32 || (limits && !a.residual_first))) return;
+    out = reinterpret_cast<T*>(a.out.data);
     if (limits) low = 0.0f;
     if (a.activation == Activation::relu6) high = 6.0f;
   }
-  // What the sums of the panel that begins at `column` begin with.
-  Range begin(int64_t column) const { return bias ? Range{bias + column, 0, kLanes} : Range{}; }
+  // What the sums of the panel that begins at `column` begin with; `start` is memory for a panel.
+  Range begin(int64_t column, float* start) const {
+    if (!bias) return {};
+    if (n - column >= kPanel) return {bias + column, 0, kLanes};
+    for (int64_t i = 0; i < kPanel; i += kLanes)
+      store(start + i, n - column > i ? load_n(bias + column + i, n - column - i) : Vec{});
+    return {start, 0, kLanes};
+  }
+  Results<T> at(int64_t row, int64_t column) const {
+    Results<T> results{out + row * out_stride + column, out_stride};
+    if (residual) results.added = residual + row * residual_stride + column, results.added_row_stride = residual_stride;
+    results.columns = n - column;
+    return results;
+  }
 };
 
 // out = act(x · wᵀ + bias) + residual, or act(x · wᵀ + bias + residual), by all threads.
