@@ -238,12 +238,28 @@ def tried(
     """The outcomes of a model type by route on a device.
 
     They are `generate` and `serve` for float32, and the same with another dtype behind a space; `open` alone where the
-    checkpoint is refused, beside `eager` where transformers does not run its own model.
+    checkpoint is refused, beside `eager` where transformers does not run its own model. In few bits, two of three
+    models decide: where rounding makes one choose other experts or keys, the error is that of the choice.
     """
+    outcomes = _tried(model_type, changes, dtypes, device)
+    doubtful = [label for label, outcome in outcomes.items() if outcome.kind == "wrong" and " " in label]
+    if doubtful:
+        again = {dtype for label in doubtful for dtype in DTYPES if label.endswith(f" {dtype}")}
+        others = [_tried(model_type, changes, sorted(again), device, seed) for seed in (1, 2)]
+        for label in doubtful:
+            if all(other.get(label, outcomes[label]).kind == "right" for other in others):
+                outcomes[label] = Outcome("right", "in two of three random models")
+    return outcomes
+
+
+def _tried(
+    model_type: str, changes: Mapping[str, Any] | None, dtypes: Iterable[str], device: str, seed: int = 0
+) -> dict[str, Outcome]:
+    """The outcomes of a model whose weights `seed` decides; arguments and result as of `tried`."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         try:
-            save_tiny(model_type, folder, changes)
+            save_tiny(model_type, folder, changes, seed)
             eager = Eager(folder)
         except Exception as error:  # transformers does not run such a model
             shutil.rmtree(folder, ignore_errors=True)
@@ -264,11 +280,12 @@ def tried(
         return outcomes
 
 
-def save_tiny(model_type: str, folder: Path, changes: Mapping[str, Any] | None = None) -> None:
+def save_tiny(model_type: str, folder: Path, changes: Mapping[str, Any] | None = None, seed: int = 0) -> None:
     """A folder with a tiny random model; its config is the whole one where the class itself keeps the part for text."""
+    torch.manual_seed(seed)  # some initial values stay, in part
     config = tiny_config(model_type, changes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    randomize(model)
+    randomize(model, seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=None)
     model.save_pretrained(folder)
     if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
