@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,20 +88,15 @@ def _built(checkpoint: Checkpoint, device: str, dtype: str, attention: str) -> A
 
 
 def _keep_frequencies(model: Any) -> None:
-    """Let "dynamic" rotary embeddings keep their frequencies; no context is longer (see `longest_context`).
+    """Let "dynamic" and "longrope" rotary embeddings keep their first frequencies; see `longest_context`.
 
-    transformers chooses them anew in each step by the greatest position, which cannot be traced.
+    transformers chooses them anew in each step by the greatest position, which cannot be traced, in a function around
+    the module's own.
     """
-
-    def kept(kind: Any) -> Any:
-        return "default" if kind == "dynamic" else kind
-
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, dict):  # one for each kind of layer
-            module.rope_type = {layer: kept(kind) for layer, kind in kinds.items()}
-        elif isinstance(kinds, str):
-            module.rope_type = kept(kinds)
+        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, Mapping) else [kinds]):
+            module.forward = MethodType(inspect.unwrap(type(module).forward), module)
 
 
 def _placed_model(checkpoint: Checkpoint, *, paged: bool = False) -> Any:

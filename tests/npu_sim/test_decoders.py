@@ -573,9 +573,19 @@ def test_frequencies_that_depend_on_a_sequences_length_limit_the_context(llama: 
         assert length <= 48 and length % used == 0 and wanted - used < length < wanted + used, (wanted, chunk)
 
 
-def test_dynamic_frequencies_are_computed() -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    outcomes, _ = decoders.isolated(lambda: decoders.tried("llama", {"rope_parameters": rope}, ("float32",)))
+FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        pytest.param({"rope_type": "dynamic", "factor": 4.0}, id="dynamic", marks=pytest.mark.slow),
+        pytest.param({"rope_type": "longrope", "original_max_position_embeddings": 128, **FACTORS}, id="longrope"),
+    ],
+)
+def test_frequencies_that_hold_in_every_context_are_computed(scaling: dict[str, Any]) -> None:
+    fields = {"rope_parameters": {"rope_theta": 1e4, **scaling}, "max_position_embeddings": 256}
+    outcomes, _ = decoders.isolated(lambda: decoders.tried("llama", fields, ("float32",)))
     kinds = {route: outcome.kind for route, outcome in outcomes.items()}
     assert kinds == dict.fromkeys(decoders.ROUTES, "right"), outcomes
 
