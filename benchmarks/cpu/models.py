@@ -114,8 +114,9 @@ def _efficientnet_b0() -> nn.Module:
     """Return an EfficientNet-B0 that ends in an average of all pixels: OpenVINO refuses its wide window."""
     settings = {"image_size": 224, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
     residual = r".*blocks\.(2|4|6|7|9|10|12|13|14)\.projection\.project_bn"
-    model: Any = _seeded("EfficientNetForImageClassification", "EfficientNetConfig", residual, **settings)
-    model.model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
+    model = _seeded("EfficientNetForImageClassification", "EfficientNetConfig", residual, **settings)
+    network: Any = model
+    network.model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
     return model
 
 

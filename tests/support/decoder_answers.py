@@ -132,7 +132,7 @@ class Eager:
         return self._memo[key]
 
     def difference_of_steps(self, answer: Answer) -> float:
-        """By how much log probabilities of an answer differ where transformers computes all tokens one by one.
+        """The greatest difference of an answer's log probabilities where transformers computes all tokens one by one.
 
         With a cache, some modules compute something else than in a run of all tokens: that of `nemotron_h` bounds time
         steps only in the latter.
