@@ -297,10 +297,9 @@ class CompiledModule(DeviceModule):
             WeightError: a weight's shape has changed, or a constant of the graph has other values.
         """
         with self.backend.lock:
-            if self._watched.new_part is not None:
-                raise InputError(
-                    f"submodule '{self._watched.new_part}' was replaced after the module was compiled; compile it again"
-                )
+            new_part = self._watched.new_part
+            if new_part is not None:
+                raise InputError(f"submodule '{new_part}' was replaced after the module was compiled; compile it again")
             tensors = self._programs.tensors
             if self._module is not None:
                 tensors = {key: x if key in self._stored else self._own(key).detach() for key, x in tensors.items()}

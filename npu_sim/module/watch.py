@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from npu_compiler.errors import InputError
 
@@ -26,49 +20,49 @@ _SAMPLE = 2  # tensors whose memory is looked at in each check
 class WeightWatch:
     """Detects writes to a module's tensors, and their replacement by others.
 
-    PyTorch counts in-place writes to a tensor (`Tensor._version`), and reports when a parameter or buffer of a module
-    is replaced; both are detected at the next call, and so is another tensor in a plain attribute. Changes that are not
-    counted are detected only by the tensors' addresses: at the next call after `module.half()` or `.to()`, which move
-    all tensors, but only within some calls after an assignment to the `.data` of one tensor. Writes through `.data` are
-    not detected.
+    PyTorch counts in-place writes to a tensor (`Tensor._version`). They are detected at the next call, and so are other
+    objects in the place of a parameter, a buffer, a submodule or a tensor in a plain attribute. Changes that neither
+    count nor bring another object are detected only by the tensors' addresses: at the next call after `module.half()`
+    or `.to()`, which move all tensors, but only within some calls after an assignment to the `.data` of one tensor.
+    Writes through `.data` are not detected.
 
     Args:
         module: The module. None: no replacements are reported.
         tensors: Key in the module → tensor, detached.
         plain: Tensors that are neither parameters nor buffers.
-
-    Attributes:
-        new_part: The name of a submodule that was added or replaced, whose code may differ from what was compiled.
-            None: there is none.
     """
 
     def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor], plain: PlainTensors) -> None:
         self._plain, self._before = plain, plain.now()
         self._tensors = [x for x in tensors.values() if not x.is_inference()]
         self._versions = sum([x._version for x in self._tensors])
-        self._is_replaced = False
-        self.new_part: str | None = None
         owners = [] if module is None else [_owner(module, key) for key in tensors]
-        self._places = [(owned, name, owned[name].data_ptr()) for owned, name in owners if owned.get(name) is not None]
-        self._next = cycle(self._places)
-        for part in module.modules() if module is not None else ():
-            _watched(part).add(self)
-
-    def note_replaced(self) -> None:
-        self._is_replaced = True
-
-    def note_part(self, name: str) -> None:
-        self._is_replaced, self.new_part = True, name
+        places = [(owned, name) for owned, name in owners if owned.get(name) is not None]
+        self._owned, self._names = [owned for owned, _ in places], [name for _, name in places]
+        self._values = [owned[name] for owned, name in places]
+        self._addresses = cycle([(owned, name, owned[name].data_ptr()) for owned, name in places])
+        self._parts = [x._modules for x in module.modules()] if module is not None else []
+        self._parts_before = [dict(x) for x in self._parts]
 
     def has_changed(self) -> bool:
-        if self._is_replaced or sum([x._version for x in self._tensors]) != self._versions:
+        """Return whether a change was detected since this watch was made."""
+        # Of each call's time, so in C: 24 µs for the 201 tensors and 227 submodules of BERT-base (AMD Zen 4).
+        if sum([x._version for x in self._tensors]) != self._versions or self._parts != self._parts_before:
+            return True
+        if not all(map(operator.is_, map(dict.get, self._owned, self._names), self._values)):
             return True
         if self._before and any(x is not y for x, y in zip(self._plain.now(), self._before, strict=True)):
             return True
-        for owned, name, address in islice(self._next, min(_SAMPLE, len(self._places))):
-            if owned[name].data_ptr() != address:
-                return True
-        return False
+        return any(owned[name].data_ptr() != x for owned, name, x in islice(self._addresses, _SAMPLE))
+
+    @property
+    def new_part(self) -> str | None:
+        """The name, in its parent, of a submodule that was added, replaced or removed; None: all are as they were."""
+        for now, before in zip(self._parts, self._parts_before, strict=True):
+            for name in {**before, **now}:
+                if now.get(name) is not before.get(name):
+                    return name
+        return None
 
 
 class PlainTensors:
@@ -199,29 +193,3 @@ def _owner(module: nn.Module, key: str) -> tuple[dict[str, Any], str]:
     if owner is None:
         return {}, name
     return (owner._parameters if name in owner._parameters else owner._buffers), name
-
-
-_WATCHES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightWatch]] = weakref.WeakKeyDictionary()
-
-
-def _watched(module: nn.Module) -> weakref.WeakSet[WeightWatch]:
-    _install()
-    return _WATCHES.setdefault(module, weakref.WeakSet())
-
-
-@cache
-def _install() -> None:
-    """Register PyTorch's hooks that run when a module gets a parameter, a buffer or a submodule."""
-
-    def note(module: nn.Module, name: str, value: Any) -> None:
-        for watch in _WATCHES.get(module, ()):
-            watch.note_replaced()
-
-    def note_part(module: nn.Module, name: str, value: Any) -> None:
-        if module._modules.get(name) is not value:
-            for watch in _WATCHES.get(module, ()):
-                watch.note_part(name)
-
-    register_module_parameter_registration_hook(note)
-    register_module_buffer_registration_hook(note)
-    register_module_module_registration_hook(note_part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -318,6 +319,67 @@ def test_a_replaced_submodule_is_an_error() -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="submodule '0' was replaced after the module was compiled"):
             compiled(*X)
+
+
+def test_code_that_torch_compile_traces_is_not_bound_to_the_modules_that_are_watched() -> None:
+    watched = [npu_sim.compile(net(), X) for _ in range(3)]
+
+    def assign(x: torch.Tensor, target: nn.Module) -> torch.Tensor:
+        target.last = x * 2
+        target.part = target.other
+        return x + target.last
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(assign, backend="eager", fullgraph=True)
+        target = nn.Module()
+        target.other = target.part = nn.Linear(2, 2)
+        target.register_buffer("last", torch.zeros(2))
+        compiled(torch.ones(2), target)
+        while watched:
+            watched.pop()
+            gc.collect()
+            close(compiled(torch.ones(2), target), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean"])
+def test_a_tensor_that_compiled_code_replaces_is_used_in_the_next_call(name: str) -> None:
+    layers: list[nn.Module] = [nn.BatchNorm1d(4) for _ in range(8)]
+    module, x = nn.Sequential(*layers).eval(), torch.randn(2, 4)
+    module[7].weight = nn.Parameter(torch.rand(4))
+    compiled, last = npu_sim.compile(module, (x,)), module[7]
+    new = torch.rand(4) if name == "running_mean" else nn.Parameter(torch.rand(4))
+
+    def assign() -> None:
+        setattr(last, name, new)
+
+    torch._dynamo.reset()
+    torch.compile(assign, backend="eager", fullgraph=True)()
+    close(compiled(x), module(x))
+    with torch.no_grad():
+        new.mul_(2)
+    close(compiled(x), module(x))
+
+
+def test_a_parametrization_that_comes_later_is_an_error() -> None:
+    module = nn.Sequential(nn.Linear(8, 4)).eval()
+    compiled = npu_sim.compile(module, X)
+    nn.utils.parametrizations.weight_norm(module[0])
+    with pytest.raises(InputError, match="submodule 'parametrizations' was replaced after"):
+        compiled(*X)
+
+
+def test_a_submodule_that_compiled_code_replaces_is_an_error() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.GELU()).eval()
+    compiled, other = npu_sim.compile(module, X), nn.ReLU()
+
+    def assign() -> None:
+        module.register_module("1", other)
+
+    torch._dynamo.reset()
+    torch.compile(assign, backend="eager", fullgraph=True)()
+    with pytest.raises(InputError, match="submodule '1' was replaced after the module was compiled"):
+        compiled(*X)
 
 
 class Remembering(nn.Module):
