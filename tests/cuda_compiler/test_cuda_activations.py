@@ -48,7 +48,7 @@ class Layers(nn.Module):
         return self.activate(self.last(y.flatten(2).transpose(1, 2)))
 
 
-@pytest.mark.parametrize("name", drawn(ACTIVATIONS, 1 / 4))
+@pytest.mark.parametrize("name", drawn(ACTIVATIONS, 1 / 8))
 def test_kernels_apply_activations_and_what_is_added_behind_them(name: str, seed: int) -> None:
     torch.manual_seed(seed)
     module, x = Layers(ACTIVATIONS[name](Random(seed))).eval(), torch.randn(2, 3, 11, 14)

@@ -97,7 +97,9 @@ def check(
         expected = ACTIVATE[activation](sums) + added.double()
     packed = conv.pack_conv_weight(weight, groups)
     run(conv.conv2d(x, packed, bias, added, activation, stride, padding, dilation, groups, out, before), name)
-    assert_close(out, expected, TOLERANCE[x.dtype])
+    # The rounding errors of a sum grow with the square root of its terms, in float32 above those of the result.
+    terms = weight[0].numel() if x.dtype == torch.float32 else 1
+    assert_close(out, expected, TOLERANCE[x.dtype] * max(1.0, (terms / 1000) ** 0.5))
     assert gaps(out).isnan().all()
 
 

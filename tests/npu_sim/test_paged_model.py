@@ -188,7 +188,8 @@ def test_sampled_tokens_are_the_rules_whatever_else_is_in_the_batch(
 ) -> None:
     random = np.random.default_rng(seed)
     rules = [(0.8, np.inf, 1.0), (1.3, 5.0, 0.9), GREEDY, (2.0, np.inf, 0.5)]
-    prompts = [random.integers(0, VOCAB, count).tolist() for count in (3, 11, 6, 1)]
+    # Not token 0: its embedding is zero, so that all tokens behind it alone are equally probable.
+    prompts = [random.integers(1, VOCAB, count).tolist() for count in (3, 11, 6, 1)]
     uniforms = random.random((len(rules), 6), np.float32)
     blocks = random.permutation(BLOCKS).tolist()
     sequences = [

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
 from gguf_files import save_gguf
 from safetensors.torch import load_file, save_file
 from tiny_llms import save_tiny, save_tokenizer
@@ -289,7 +288,8 @@ TUNED = [
 ]
 
 
-@pytest.mark.parametrize("format", drawn(TUNED, 1 / 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("format", TUNED, ids=str)
 def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, format: QuantizedFormat) -> None:
     checkpoint = load_checkpoint(source, "float32", "none")
     network = Layerwise(checkpoint)

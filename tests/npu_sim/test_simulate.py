@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import drawn
 from ir_builder import IRBuilder
 from typer.testing import CliRunner
 
@@ -163,7 +164,7 @@ def test_engines_of_cores_and_their_network_are_shown(program: Path, tmp_path: P
     assert data["network_bytes"] >= 0 and data["busy_us"]["core1.matrix"] > 0
 
 
-@pytest.mark.parametrize("share", ["time", "cores", None])
+@pytest.mark.parametrize("share", drawn(["time", "cores", None], 1 / 3))
 def test_models_that_share_a_chip_are_held_against_their_runs_alone(
     program: Path, ir: dict[str, Any], tmp_path: Path, share: str | None
 ) -> None:

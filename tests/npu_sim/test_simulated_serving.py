@@ -98,6 +98,7 @@ def test_prices_of_simulated_programs_are_their_times(programs: SimulatedProgram
         assert price(prices, shape) == pytest.approx(programs.cost(shape).seconds)
 
 
+@pytest.mark.slow
 def test_prices_between_are_near_what_a_simulation_says(programs: SimulatedPrograms) -> None:
     prices, errors = prices_of(programs), []
     for shape in shapes(12, seed=3):
@@ -125,6 +126,7 @@ def test_a_program_costs_the_same_encoded_or_not(checkpoint: Checkpoint, program
         assert programs.cost(shape) == cost_of(simulate(encoded, programs.chip))
 
 
+@pytest.mark.slow
 def test_processes_find_the_same_costs(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     chip = dataclasses.replace(load_chip("phone"), clock_ghz=random.uniform(0.5, 2.0))  # whose costs are not kept
     requests = poisson_requests(40, 2000.0, (1, 100), (1, 60), seed=2)

@@ -147,6 +147,7 @@ def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: p
     assert list(pair.generate(PROMPT, NEW, stop=frozenset())) == expected
 
 
+@pytest.mark.slow
 def test_a_closed_model_says_so(llama: Checkpoint) -> None:
     network = model(llama, 2)
     network.close()
