@@ -181,7 +181,7 @@ void convolve_groups(const ChannelsLastArgs& a) {
       const int64_t band = task % bands, panel = task / bands % panels, group = task / bands / panels;
       const LinearArgs layer = layer_of_group<T>(a, group, 0);
       const T* weight = static_cast<const T*>(layer.weight) + panel * kPanel * layer.k;
-      const int64_t column = panel * kPanel, vecs = layer.n - column > kLanes ? 2 : 1;
+      const int64_t column = panel * kPanel, columns = layer.n - column;
       const DirectResult<T> direct(layer);
       alignas(64) float start[kPanel];
       Range range = direct.begin(column, start);
@@ -196,9 +196,9 @@ void convolve_groups(const ChannelsLastArgs& a) {
                        t % a.kernel_w * a.dilation_w * images.pixel_stride + ox * step;
           const int64_t steps = a.channels / Step<T>::kWidth, pixel = row * a.out_w + ox;
           if (direct.out) {
-            multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, vecs);
+            multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, columns);
           } else {
-            multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, vecs);
+            multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, columns);
             finish(layer, tile, pixel, count, column);
           }
         }
