@@ -151,6 +151,22 @@ def test_a_convolution_gathers_windows(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(9, 8), (17, 13), (57, 46)])
+def test_a_convolution_takes_bands_of_rows_and_several_images(
+    size: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    rng = np.random.default_rng([seed, *size])
+    groups, channels, outs = (int(rng.integers(*limits)) for limits in ((1, 4), (10, 25), (1, 80)))
+    x = images(3, groups * 2 * channels, *size, dtype=dtype, gap=int(rng.integers(4)))
+    kernel, padding = tuple(rng.integers(2, 4, 2).tolist()), tuple(rng.integers(0, 3, 4).tolist())
+    stride = tuple(rng.integers(1, 3, 2).tolist())
+    window = {"stride": stride, "padding": padding, "groups": groups}
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="relu6", **window)
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="hardswish", residual=True, **window)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drawing", range(4))
 def test_a_convolution_gathers_the_windows_of_groups(drawing: int, dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng([seed, drawing])

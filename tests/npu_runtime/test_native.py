@@ -84,6 +84,17 @@ def test_linear(dtype: torch.dtype, rows: int) -> None:
         check(out, plain, 3e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("left_over", range(1, 33))
+def test_linear_ends_with_any_part_of_a_panel(dtype: torch.dtype, left_over: int, seed: int) -> None:
+    rng = random.Random(f"{seed} {left_over}")
+    rows, columns, inner = rng.randint(13, 40), 32 * rng.randint(0, 2) + left_over, rng.randint(1, 90)
+    x, weight = strided(rows, inner, dtype=dtype), (torch.randn(columns, inner) / inner**0.5).to(dtype)
+    bias, out = torch.randn(columns).to(dtype), blank(rows, columns, dtype=dtype)
+    run(native.linear(x, native.pack_linear_weight(weight), bias, None, "relu", out))
+    check(out, torch.relu(x.double() @ weight.double().T + bias.double()), 3e-5)
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_extreme_values_are_pytorchs(name: str) -> None:
     magnitudes = [0.0, 1e-40, 1e-9, 0.5, 1.0, 6.0, 80.0, 86.5, 88.0, 89.5, 104.0, 1e9, 1e37]

@@ -355,6 +355,27 @@ inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
 
+// The first half of a vector, and whether a product of halves takes less time than one of whole vectors.
+typedef float HalfVec __attribute__((vector_size(2 * kLanes)));
+inline constexpr bool kHasHalves = kLanes == 16;
+template <int... i>
+NPU_INLINE HalfVec first_half(Vec v, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(v, v, i...);
+}
+NPU_INLINE HalfVec first_half(Vec v) { return first_half(v, std::make_integer_sequence<int, kLanes / 2>()); }
+template <int... i>
+NPU_INLINE Vec followed_by_zeros(HalfVec v, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(v, HalfVec{}, i...);
+}
+NPU_INLINE Vec followed_by_zeros(HalfVec v) { return followed_by_zeros(v, LaneSequence()); }
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+NPU_INLINE HalfVec add_pairs(HalfVec sum, HalfVec a, HalfVec b) {
+  return in_register(_mm256_dpbf16_ps(sum, bit_cast<__m256bh>(a), bit_cast<__m256bh>(b)));
+}
+#else
+HalfVec add_pairs(HalfVec sum, HalfVec a, HalfVec b);
+#endif
+
 // A register's bits, as the instructions on integers take them.
 typedef long long Bits __attribute__((vector_size(4 * kLanes)));
 

@@ -265,8 +265,7 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, float* memory) 
           if (x == 0 || residual) begin_with_bias(a, channel, rows, residual ? residual + at : nullptr, plane, start);
           multiply<W>(rows, as_operand<W>(weight), panel, depth, {out + at, plane}, range);
         } else {
-          multiply<W>(rows, as_operand<W>(weight), panel, depth, {tile + x, row_stride}, {},
-                      count - x > kLanes ? 2 : 1);
+          multiply<W>(rows, as_operand<W>(weight), panel, depth, {tile + x, row_stride}, {}, count - x);
         }
       }
       if (finished < count)
@@ -325,7 +324,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, float* memory
           const int64_t next = std::min(first + kMostBlocks, last), pixel = blocks.begin(first);
           for (int64_t b = first; b < next; ++b)
             multiply<W>(blocks.size(b), as_operand<W>(block_at(b)), as_operand<W>(weight), depth,
-                        {tile + (blocks.begin(b) - pixel) * kPanel}, {}, channels > kLanes ? 2 : 1);
+                        {tile + (blocks.begin(b) - pixel) * kPanel}, {}, channels);
           const int64_t count = blocks.begin(next) - pixel;
           for (int64_t x = 0; x < count; x += kLanes)
             for (int64_t c = 0; c < channels; c += kLanes)

@@ -1,11 +1,14 @@
-// Convolution as a product of windows with the weight of a linear layer. Windows are gathered some pixels at a time; those of
-// narrow groups are multiplied where they are, since gathering them would take long beside their product.
+// Convolution as a product of windows with the weight of a linear layer. Windows are multiplied where they are, a part of the
+// product for each of their pixels; or they are gathered some pixels at a time, as the matrix unit takes them.
 #include "convolutions/channels_last.h"
 
 namespace npu::conv {
 namespace {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of gathered windows, which should stay in L2
+constexpr int64_t kBandBytes = 256 << 10;   // of images whose windows are multiplied where they are, which should too
+// Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
+constexpr int64_t kPanelBytes = kLanes == 16 ? 256 << 10 : 32 << 10;
 
 // Constant sizes become moves of vectors; the last one begins early enough to end with the range.
 template <int64_t kChunk>
@@ -116,90 +119,129 @@ void convolve_images(const ChannelsLastArgs& a) {
   });
 }
 
-// Images in which all windows lie, and their strides.
+// Number of lines, or of pixels of a line, that some results read.
+int64_t extent(int64_t out, int64_t stride, int64_t kernel, int64_t dilation) {
+  return (out - 1) * stride + (kernel - 1) * dilation + 1;
+}
+int64_t lines_of(const ChannelsLastArgs& a, int64_t rows) { return extent(rows, a.stride_h, a.kernel_h, a.dilation_h); }
+int64_t padded_w(const ChannelsLastArgs& a) { return extent(a.out_w, a.stride_w, a.kernel_w, a.dilation_w); }
+
+// The split of a product with windows that are multiplied where they are. A task is a band of the result, some rows of an
+// image or some images, whose input stays in L2, and a part of the panels of all groups.
+struct Bands {
+  int64_t images, rows, each;  // of a band, and bands of that many images
+  int64_t panels, parts;       // of a group, and of all panels
+  int64_t count;               // of tasks
+
+  Bands(const ChannelsLastArgs& a, int64_t pixel_bytes) : panels(divide_up(a.linear.n, kPanel)) {
+    const int64_t line = padded_w(a) * pixel_bytes, wanted = num_threads() > 1 ? 4 * num_threads() : 1;
+    images = std::clamp<int64_t>(kBandBytes / (lines_of(a, a.out_h) * line), 1, divide_up(a.batch, num_threads()));
+    const int64_t lines = kBandBytes / line - (a.kernel_h - 1) * a.dilation_h;
+    const int64_t fitting = std::clamp<int64_t>((lines - 1) / a.stride_h + 1, 1, a.out_h);
+    const int64_t batches = divide_up(a.batch, images), all_panels = panels * a.groups;
+    each = std::max(divide_up(a.out_h, fitting), std::min(a.out_h, divide_up(wanted, batches * all_panels)));
+    rows = images > 1 ? a.out_h : divide_up(a.out_h, each);
+    each = divide_up(a.out_h, rows);
+    parts = std::min(all_panels, divide_up(wanted, batches * each));
+    count = batches * each * parts;
+  }
+};
+
+// Images in which all windows of a band lie, and their strides.
 template <class T>
 struct Images {
-  const T* data;
+  const T* data;  // of the band's first window
   int64_t item_stride, row_stride, pixel_stride;
 };
 
-int64_t padded_h(const ChannelsLastArgs& a) {
-  return (a.out_h - 1) * a.stride_h + (a.kernel_h - 1) * a.dilation_h + 1;
-}
-int64_t padded_w(const ChannelsLastArgs& a) {
-  return (a.out_w - 1) * a.stride_w + (a.kernel_w - 1) * a.dilation_w + 1;
+bool reads_padding(const ChannelsLastArgs& a) {
+  return a.pad_top || a.pad_left || lines_of(a, a.out_h) > a.in_h || padded_w(a) > a.in_w;
 }
 
-// The images themselves, or copies with their padding.
+// The images themselves, or a copy of what the band reads of some channels, with its padding.
 template <class T>
-Images<T> padded_images(const ChannelsLastArgs& a) {
-  const T* x = reinterpret_cast<const T*>(a.linear.x.data);
-  const int64_t height = padded_h(a), width = padded_w(a), channels = a.groups * a.channels, line = width * channels;
-  if (!a.pad_top && !a.pad_left && height <= a.in_h && width <= a.in_w)
-    return {x, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride};
-  T* copy = operand_scratch().get<T>(a.batch * height * line * sizeof(T));
-  parallel_for(a.batch * height, divide_up(a.batch * height, 4 * num_threads()), [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      T* to = copy + row * line;
-      const int64_t y = row % height - a.pad_top;
-      const bool inside = y >= 0 && y < a.in_h;
-      const int64_t left = inside ? std::min(a.pad_left, width) : width;
-      const int64_t right = inside ? std::clamp(a.pad_left + a.in_w, left, width) : width;
-      std::fill(to, to + left * channels, T{});
-      std::fill(to + right * channels, to + line, T{});
-      const T* from = x + row / height * a.x_batch_stride + y * a.x_row_stride;
-      for (int64_t pixel = left; pixel < right; ++pixel, from += a.x_pixel_stride)
-        copy_elements(from, to + pixel * channels, channels);
-    }
-  });
-  return {copy, height * line, line, channels};
+Images<T> images_of(const ChannelsLastArgs& a, int64_t item, int64_t items, int64_t row, int64_t rows, int64_t channel,
+                    int64_t channels, T* copy) {
+  const T* x = reinterpret_cast<const T*>(a.linear.x.data) + item * a.x_batch_stride + channel;
+  if (!copy) return {x + row * a.stride_h * a.x_row_stride, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride};
+  const int64_t width = padded_w(a), line = width * channels, lines = lines_of(a, rows);
+  for (int64_t i = 0; i < items * lines; ++i) {
+    T* to = copy + i * line;
+    const int64_t y = row * a.stride_h + i % lines - a.pad_top;
+    const bool inside = y >= 0 && y < a.in_h;
+    const int64_t left = inside ? std::min(a.pad_left, width) : width;
+    const int64_t right = inside ? std::clamp(a.pad_left + a.in_w, left, width) : width;
+    std::fill(to, to + left * channels, T{});
+    std::fill(to + right * channels, to + line, T{});
+    if (left == right) continue;
+    const T* from = x + i / lines * a.x_batch_stride + y * a.x_row_stride;
+    for (int64_t pixel = left; pixel < right; ++pixel, from += a.x_pixel_stride)
+      copy_elements(from, to + pixel * channels, channels);
+  }
+  return {copy, lines * line, line, channels};
 }
 
-// Whether a group's windows are multiplied where they are: its panels stay in the first cache, and pairs of channels are
-// those of the weight.
+// Whether windows are multiplied where they are: pairs of channels are those of the weight, its panels stay in a near
+// cache, and the pixels of a row are enough for a product.
 template <class T>
 bool reads_in_place(const ChannelsLastArgs& a) {
   if (kHasTiles && std::is_same_v<T, bf16> && tiles_allowed()) return false;
   const int64_t depth = a.kernel_h * a.kernel_w * a.channels;
-  return a.groups > 1 && a.channels % Step<T>::kWidth == 0 && depth == a.linear.k &&
-         depth * kPanel * int64_t(sizeof(T)) <= kSliceBytes &&
-         padded_h(a) * padded_w(a) <= 4 * a.in_h * a.in_w;  // what may be copied
+  return a.channels % Step<T>::kWidth == 0 && depth == a.linear.k && depth * kPanel * int64_t(sizeof(T)) <= kPanelBytes &&
+         (a.groups > 1 || 2 * a.out_w >= kMaxRows) &&
+         lines_of(a, a.out_h) * padded_w(a) <= 4 * a.in_h * a.in_w;  // what may be copied
 }
 
-// A task is a panel of a group and some rows of an image.
 template <class T>
-void convolve_groups(const ChannelsLastArgs& a) {
-  const Images<T> images = padded_images<T>(a);
-  const int64_t taps = a.kernel_h * a.kernel_w, panels = divide_up(a.linear.n, kPanel), rows = a.batch * a.out_h;
-  const int64_t bands = std::clamp<int64_t>(divide_up(8 * num_threads(), a.groups * panels), 1, rows);
+void convolve_in_place(const ChannelsLastArgs& a) {
+  const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = a.groups * a.channels * int64_t(sizeof(T));
+  const Bands bands(a, pixel_bytes);
   const Finish finish = finish_for(a.linear);
   const RowBlocks blocks(a.out_w);
-  parallel_for(a.groups * panels * bands, 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t table_bytes = round_up(taps * (sizeof(const T*) + sizeof(int64_t)), 64);
+  const int64_t copy_bytes = reads_padding(a) ? bands.images * lines_of(a, bands.rows) * padded_w(a) * pixel_bytes : 0;
+  parallel_for(bands.count, 1, [&](int64_t begin, int64_t end, int) {
     alignas(64) float tile[kMaxRows * kPanel];
-    const T** parts = thread_scratch().get<const T*>(taps * sizeof(const T*));
+    char* memory = thread_scratch().get<char>(table_bytes + copy_bytes);
+    const T** parts = reinterpret_cast<const T**>(memory);
+    int64_t* offsets = reinterpret_cast<int64_t*>(parts + taps);  // of taps
+    T* copy = copy_bytes ? reinterpret_cast<T*>(memory + table_bytes) : nullptr;
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t band = task % bands, panel = task / bands % panels, group = task / bands / panels;
-      const LinearArgs layer = layer_of_group<T>(a, group, 0);
-      const T* weight = static_cast<const T*>(layer.weight) + panel * kPanel * layer.k;
-      const int64_t column = panel * kPanel, vecs = layer.n - column > kLanes ? 2 : 1;
-      const DirectResult<T> direct(layer);
-      alignas(64) float start[kPanel];
-      Range range = direct.begin(column, start);
-      range.low = direct.low, range.high = direct.high;
-      for (int64_t row = rows * band / bands; row < rows * (band + 1) / bands; ++row) {
-        const T* line = images.data + row / a.out_h * images.item_stride +
-                        row % a.out_h * a.stride_h * images.row_stride + group * a.channels;
-        for (int64_t block = 0; block < blocks.count; ++block) {
-          const int64_t ox = blocks.begin(block), count = blocks.size(block), step = a.stride_w * images.pixel_stride;
-          for (int64_t t = 0; t < taps; ++t)
-            parts[t] = line + t / a.kernel_w * a.dilation_h * images.row_stride +
-                       t % a.kernel_w * a.dilation_w * images.pixel_stride + ox * step;
-          const int64_t steps = a.channels / Step<T>::kWidth, pixel = row * a.out_w + ox;
-          if (direct.out) {
-            multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, vecs);
-          } else {
-            multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, vecs);
-            finish(layer, tile, pixel, count, column);
+      const int64_t part = task % bands.parts, band = task / bands.parts;
+      const int64_t item = band / bands.each * bands.images, items = std::min(bands.images, a.batch - item);
+      const int64_t first_row = band % bands.each * bands.rows, rows = std::min(bands.rows, a.out_h - first_row);
+      const int64_t first = a.groups * bands.panels * part / bands.parts;
+      const int64_t last = a.groups * bands.panels * (part + 1) / bands.parts;
+      const int64_t first_group = first / bands.panels, groups = divide_up(last, bands.panels) - first_group;
+      const Images<T> images = images_of(a, item, items, first_row, rows, first_group * a.channels,
+                                         groups * a.channels, copy);
+      const int64_t step = a.stride_w * images.pixel_stride, steps = a.channels / Step<T>::kWidth;
+      for (int64_t t = 0; t < taps; ++t)
+        offsets[t] = t / a.kernel_w * a.dilation_h * images.row_stride +
+                     t % a.kernel_w * a.dilation_w * images.pixel_stride;
+      for (int64_t p = first; p < last; ++p) {
+        const int64_t group = p / bands.panels, column = p % bands.panels * kPanel;
+        const LinearArgs layer = layer_of_group<T>(a, group, 0);
+        const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
+        const DirectResult<T> direct(layer);
+        alignas(64) float start[kPanel];
+        Range range = direct.begin(column, start);
+        range.low = direct.low, range.high = direct.high;
+        const int64_t columns = layer.n - column;
+        for (int64_t r = 0; r < items * rows; ++r) {
+          const int64_t i = r / rows, row = r % rows;
+          const T* line = images.data + (group - first_group) * a.channels + i * images.item_stride +
+                          row * a.stride_h * images.row_stride;
+          for (int64_t block = 0; block < blocks.count; ++block) {
+            const int64_t ox = blocks.begin(block), count = blocks.size(block);
+            const int64_t pixel = ((item + i) * a.out_h + first_row + row) * a.out_w + ox;
+            for (int64_t t = 0; t < taps; ++t) parts[t] = line + ox * step + offsets[t];
+            if (direct.out) {
+              multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, columns);
+            } else {
+              multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, columns);
+              finish(layer, tile, pixel, count, column);
+            }
           }
         }
       }
@@ -211,7 +253,7 @@ void convolve(const ChannelsLastArgs& a) {
   with_type(a.linear.x.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<typename Step<T>::X, T>) {
-      if (reads_in_place<T>(a)) return convolve_groups<T>(a);
+      if (reads_in_place<T>(a)) return convolve_in_place<T>(a);
     }
     convolve_images<T>(a);
   });

@@ -182,9 +182,9 @@ class Convolution {
         const float* weight = a.weight + (blocks.begin(b) * kProducts + point * blocks.size(b)) * a.in_channels;
         float* sums = products + (point * channels + blocks.begin(b) - channel) * tiles;
         for (int64_t p = panel; p < end_panel; ++p) {
-          const int64_t vecs = 2 * p + 1 < strips * strip_vecs ? 2 : 1;
+          const int64_t columns = std::min(kPanel, (strips * strip_vecs - 2 * p) * kLanes);
           multiply<float>(blocks.size(b), weight, transformed + p * panel_floats() + point * a.in_channels * kPanel,
-                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {}, vecs);
+                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {}, columns);
         }
       }
     const int64_t first_vec = panel * 2, end_vec = std::min(end_panel * 2, strips * strip_vecs);

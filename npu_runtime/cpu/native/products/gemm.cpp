@@ -5,30 +5,42 @@ namespace npu {
 namespace {
 
 // Packed rows of x are interleaved, others `row_stride` values apart. Each of `count` parts has `steps` steps.
-template <class W, class Out, int kRows, int kVecs, bool kPacked>
+template <class W, class Out, bool kPacked, int kColumns, int kRows>
 void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride, const W* w, int64_t steps,
                    Results<Out> results, const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
+  constexpr int kVecs = divide_up(kColumns, kLanes), kWhole = kColumns / kLanes;
+  constexpr bool kEndsInHalf = kWhole < kVecs;
   constexpr int kStepBytes = kPanel * S::kWidth * sizeof(W);
   constexpr int kStepOffset = kPacked ? kRows * S::kWidth : S::kWidth;
   // Few rows are few accumulators; further independent sums then hide the multiply-add's latency.
   constexpr int kChains = kRows == 1 ? 4 : 2 * kRows * kVecs + 3 <= kRegisters ? 2 : 1;
-  Vec sum[kChains][kRows][kVecs] = {};
+  struct RowSums {
+    Vec whole[kVecs];  // of which the last is left out where `half` stands for it
+    HalfVec half;
+  } sum[kChains][kRows] = {};
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) sum[0][r][v] = load(range.start + r * range.row_stride + v * range.vec_stride);
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec start = load(range.start + r * range.row_stride + v * range.vec_stride);
+      if (v < kWhole) sum[0][r].whole[v] = start;
+      else sum[0][r].half = first_half(start);
+    }
   const typename S::X* x;
-  const auto step = [&](Vec(&part)[kRows][kVecs]) __attribute__((always_inline)) {
+  const auto step = [&](RowSums(&part)[kRows]) __attribute__((always_inline)) {
     Vec panel[kVecs];
+    HalfVec half_panel;
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
+    for (int v = 0; v < kWhole; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
+    if constexpr (kEndsInHalf) half_panel = load_bits<HalfVec>(w + kWhole * kLanes * S::kWidth);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Vec value = S::broadcast(x + r * row_stride);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
+      for (int v = 0; v < kWhole; ++v) part[r].whole[v] = S::multiply_add(part[r].whole[v], value, panel[v]);
+      if constexpr (kEndsInHalf) part[r].half = S::multiply_add(part[r].half, first_half(value), half_panel);
     }
     if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(w);  // few rows are a stream from memory
     w += kPanel * S::kWidth;
@@ -44,14 +56,18 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     for (; s < steps; ++s) step(sum[0]);
   }
   const Vec low = splat(range.low), high = splat(range.high);
-  const auto put = [&]<bool kWhole>(std::bool_constant<kWhole>) __attribute__((always_inline)) {
+  const auto put = [&]<bool kAll>(std::bool_constant<kAll>) __attribute__((always_inline)) {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v)
+      RowSums& row = sum[0][r];
 #pragma GCC unroll 4
-        for (int c = 1; c < kChains; ++c) sum[0][r][v] += sum[c][r][v];
-      put_row<kWhole>(results, r, sum[0][r], low, high);
+      for (int c = 1; c < kChains; ++c) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kWhole; ++v) row.whole[v] += sum[c][r].whole[v];
+        if constexpr (kEndsInHalf) row.half += sum[c][r].half;
+      }
+      if constexpr (kEndsInHalf) row.whole[kWhole] = followed_by_zeros(row.half);
+      put_row<kAll>(results, r, row.whole, low, high);
     }
   };
   if (results.columns >= kVecs * kLanes) put(std::true_type());
@@ -62,27 +78,35 @@ template <class W, class Out>
 using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Results<Out>,
                           const Range&);
 
+// By columns, in units of kColumnStep, and by rows.
 template <class W, class Out>
 struct Table {
-  Multiply<W, Out> packed[2][kMaxRows], unpacked[2][kMaxRows];
+  Multiply<W, Out> packed[kPanel / kColumnStep][kMaxRows], unpacked[kPanel / kColumnStep][kMaxRows];
 };
 
-// Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
-template <class W, class Out, int... i>
-constexpr Table<W, Out> make_table(std::integer_sequence<int, i...>) {
+template <class W, class Out, int kColumns, int... i>
+constexpr void fill_table(Table<W, Out>& table, std::integer_sequence<int, i...>) {
   constexpr bool kWidened = !std::is_same_v<typename Step<W>::X, W>;
+  constexpr int kIndex = kColumns / kColumnStep - 1;
+  // Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
+  if constexpr (!kWidened) ((table.unpacked[kIndex][i] = multiply_rows<W, Out, false, kColumns, i + 1>), ...);
+  if constexpr (std::is_same_v<Out, float> && (!kWidened || kColumns == kPanel))
+    ((table.packed[kIndex][i] = multiply_rows<W, Out, true, kColumns, i + 1>), ...);
+  if constexpr (kColumns < kPanel) fill_table<W, Out, kColumns + kColumnStep>(table, std::integer_sequence<int, i...>());
+}
+
+template <class W, class Out>
+constexpr Table<W, Out> make_table() {
   Table<W, Out> table{};
-  if constexpr (!kWidened)
-    table = {{}, {{multiply_rows<W, Out, i + 1, 1, false>...}, {multiply_rows<W, Out, i + 1, 2, false>...}}};
-  if constexpr (std::is_same_v<Out, float>) {
-    ((table.packed[1][i] = multiply_rows<W, Out, i + 1, 2, true>), ...);
-    if constexpr (!kWidened) ((table.packed[0][i] = multiply_rows<W, Out, i + 1, 1, true>), ...);
-  }
+  fill_table<W, Out, kColumnStep>(table, std::make_integer_sequence<int, kMaxRows>());
   return table;
 }
 
 template <class W, class Out>
-constexpr Table<W, Out> kTable = make_table<W, Out>(std::make_integer_sequence<int, kMaxRows>());
+constexpr Table<W, Out> kTable = make_table<W, Out>();
+
+// The index of the kernels that multiply that many columns; more than a panel's count as those.
+int64_t column_index(int64_t columns) { return divide_up(std::min(columns, kPanel), kColumnStep) - 1; }
 
 // out[c * pitch + r] = row[r][c], with zeros for rows from `rows` to `pitch`.
 template <class From, class To>
@@ -151,8 +175,8 @@ NPU_PACK(f16, f16)
 
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
-              int64_t vecs) {
-  kTable<W, float>.packed[vecs - 1][rows - 1](&x, 1, 0, panel, steps, sums, range);
+              int64_t columns) {
+  kTable<W, float>.packed[column_index(columns)][rows - 1](&x, 1, 0, panel, steps, sums, range);
 }
 template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
 template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
@@ -160,8 +184,8 @@ template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, co
 
 template <class W, class Out>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t vecs) {
-  kTable<W, Out>.unpacked[vecs - 1][rows - 1](parts, count, row_stride, panel, steps, results, range);
+                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t columns) {
+  kTable<W, Out>.unpacked[column_index(columns)][rows - 1](parts, count, row_stride, panel, steps, results, range);
 }
 #define NPU_PARTS(W, Out)                                                                                           \
   template void multiply_parts<W, Out>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t,      \

@@ -15,6 +15,8 @@
 namespace npu {
 
 inline constexpr int64_t kPanel = 2 * kLanes;
+// A product leaves out columns at the end of a panel in multiples of this.
+inline constexpr int64_t kColumnStep = kHasHalves ? kLanes / 2 : kLanes;
 // Two accumulators a row, and registers for the panel's two vectors and the broadcast of x.
 inline constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 
@@ -32,7 +34,10 @@ struct FloatStep {
   static constexpr int kWidth = 1;
   static NPU_INLINE Vec load_panel(const W* w) { return load(w); }
   static NPU_INLINE Vec broadcast(const float* x) { return splat(*x); }
-  static NPU_INLINE Vec multiply_add(Vec sum, Vec x, Vec w) { return x * w + sum; }
+  template <class V>
+  static NPU_INLINE V multiply_add(V sum, V x, V w) {
+    return x * w + sum;
+  }
 };
 template <class W>
 struct PairStep {
@@ -40,7 +45,10 @@ struct PairStep {
   static constexpr int kWidth = 2;
   static NPU_INLINE Vec load_panel(const W* w) { return load_bits<Vec>(w); }
   static NPU_INLINE Vec broadcast(const W* x) { return splat(load_bits<float>(x)); }
-  static NPU_INLINE Vec multiply_add(Vec sum, Vec x, Vec w) { return add_pairs(sum, x, w); }
+  template <class V>
+  static NPU_INLINE V multiply_add(V sum, V x, V w) {
+    return add_pairs(sum, x, w);
+  }
 };
 template <class W>
 using Step = std::conditional_t<kHasPairs && std::is_same_v<W, bf16>, PairStep<W>, FloatStep<W>>;
@@ -83,21 +91,21 @@ struct Range {
 // Sums that add to what is there.
 inline Range onto(const Sums& sums) { return {sums.data, sums.row_stride, sums.vec_stride}; }
 
-// sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `vecs` (1 or 2) vectors of a
-// panel; both of them where W is widened.
+// sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `columns` columns of a panel,
+// rounded up to kColumnStep; all of them where W is widened. Whole vectors of sums are written.
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
-              int64_t vecs = 2);
+              int64_t columns = kPanel);
 
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened. Its columns
 // lie in `count` places, `parts`, of `steps` steps each. Out is float or W.
 template <class W, class Out = float>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t vecs = 2);
+                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t columns = kPanel);
 template <class W, class Out = float>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Results<Out> results, const Range& range, int64_t vecs = 2) {
-  multiply_parts<W, Out>(rows, &x, 1, row_stride, panel, steps, results, range, vecs);
+                       Results<Out> results, const Range& range, int64_t columns = kPanel) {
+  multiply_parts<W, Out>(rows, &x, 1, row_stride, panel, steps, results, range, columns);
 }
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.

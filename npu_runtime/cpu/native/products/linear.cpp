@@ -140,7 +140,7 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
     for (int64_t task = begin; task < end; ++task) {
       const int64_t panel = task % panels, row_task = task / panels;
       const int64_t first = blocks.count * row_task / row_tasks, last = blocks.count * (row_task + 1) / row_tasks;
-      const int64_t columns = a.n - panel * kPanel, vecs = columns > kLanes ? 2 : 1;
+      const int64_t columns = a.n - panel * kPanel;
       const bool is_direct = direct.out && (!packed || std::is_same_v<X, float>);
       alignas(64) float start[kPanel];
       const Range first_range = is_direct ? direct.begin(panel * kPanel, start) : Range{};
@@ -164,11 +164,11 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
           const auto multiply_into = [&]<class Out>(const Results<Out>& results) __attribute__((always_inline)) {
             if constexpr (std::is_same_v<Out, float>) {
               const int64_t at = (blocks.packed_begin(b, steps) + s0 * rows) * kWidth;
-              if (packed) return multiply<X>(rows, packed + at, slice, count, results, range, vecs);
+              if (packed) return multiply<X>(rows, packed + at, slice, count, results, range, columns);
             }
             if constexpr (std::is_same_v<X, W>) {
               const X* x = reinterpret_cast<const X*>(a.x.data) + row * a.x.stride[2] + s0 * kWidth;
-              multiply_unpacked<X, Out>(rows, x, a.x.stride[2], slice, count, results, range, vecs);
+              multiply_unpacked<X, Out>(rows, x, a.x.stride[2], slice, count, results, range, columns);
             }
           };
           if (is_direct && is_last) {
