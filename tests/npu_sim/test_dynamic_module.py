@@ -13,6 +13,8 @@ from torch.export import Dim
 
 import npu_sim
 from npu_compiler import InputError, IRError
+from npu_compiler.errors import FixedSizeError
+from npu_sim.module.trace import export
 
 
 class Encoder(nn.Module):
@@ -155,6 +157,21 @@ def test_an_op_that_changes_sizes_leaves_the_batch_open(name: str) -> None:
     for batch in (2, 5):
         x = torch.randn(batch, 4, 6, 8)
         torch.testing.assert_close(compiled(x), module(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "suggested"),
+    [
+        (lambda x, y: x.view(2, -1) + y, "batch = 2"),
+        (lambda x, y: x[:1] + 1 if x.shape[0] % 2 else y, "_batch = Dim('_batch', min=1, max=4), batch = 2*_batch"),
+    ],
+)
+def test_the_sizes_that_a_module_takes_are_said(function: Callable[..., torch.Tensor], suggested: str) -> None:
+    module = nn.Module()
+    module.forward = function
+    with pytest.raises(FixedSizeError) as error:
+        export(module, (torch.ones(2, 3), torch.ones(2, 3)), dynamic_shapes=({0: BATCH}, {0: BATCH}))
+    assert str(error.value).endswith(f"sizes that the module does not take; PyTorch suggests {suggested}")
 
 
 def test_a_weight_that_changes_is_seen_by_all_programs(model: nn.Module) -> None:
