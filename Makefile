@@ -16,7 +16,7 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
 export PYTHONDONTWRITEBYTECODE :=
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples release docs/hooks.py
 
-.PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
+.PHONY: venv demo screenshots gallery test test-all test-decoders test-encoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
     fuzz $(FUZZED:%=fuzz-%) cuda-sources cuda-sanitize bench docs wheels release-check clean
 
 venv: $(STAMP)
@@ -66,6 +66,10 @@ test-decoders: venv
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pages.model_types
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_variants.py --compiled
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_draws.py
+
+# The other models of transformers, tiny and random, through npu_sim.compile, for an hour.
+test-encoders: venv
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/encoder_types.py
 
 # The native CPU kernels at each level that this machine runs.
 test-levels: venv

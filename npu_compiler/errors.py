@@ -18,6 +18,10 @@ class InPlaceError(IRError):
     """An error for an in-place write through a view that has no out-of-place form, which names both nodes."""
 
 
+class FixedSizeError(IRError):
+    """A module takes only some of the sizes that it should take."""
+
+
 class ConstraintError(NPUError):
     """An error for a well-formed graph that the NPU cannot run as one program, which lists every violation.
 

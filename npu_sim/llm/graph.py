@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_compiler.errors import ConstraintError, InputError, IRError, NPUError
+from npu_compiler.errors import ConstraintError, FixedSizeError, InputError, IRError, NPUError
 from npu_runtime.cache_folder import source_digest
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
@@ -492,9 +492,9 @@ def _trace_symbolic(
 
     try:
         traced = trace(export(model.eval(), inputs, dynamic_shapes=tuple(dynamic)), name)
+    except FixedSizeError:
+        return {}
     except IRError as error:
-        if "Constraints violated" in str(error):
-            return {}
         raise _unsupported(checkpoint, error) from error
     ir = plain_ir(replace(traced, ranges={}))  # who specializes it gives the sizes
     given = {size for size in tree_leaves(dynamic) if size is not None}

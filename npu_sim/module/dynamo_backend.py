@@ -278,6 +278,11 @@ class Subgraph:
         self._sets[ids] = loaded_set
         return loaded_set
 
+    def release(self) -> None:
+        """Free the programs and their memory, which TorchDynamo would keep with the graph."""
+        self._sets.clear()
+        self._compiled.clear()
+
     def programs(self) -> tuple[ProgramReport, ...]:
         """Return a report of each program: which nodes run on the device, and why others do not."""
         settings = self._settings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -19,6 +21,13 @@ from npu_sim.module.dynamo_backend import Options, Subgraph, break_reason, compi
 from npu_sim.module.hardware import device_name, open_backend
 from npu_sim.module.quiet import quiet_tracing
 from npu_sim.module.report import Report
+
+# TorchDynamo counts graphs by the code that they come from, whichever module it belongs to, and runs a module by Python
+# when there are too many. Versions that can count them for each module do.
+_OWN_GRAPHS: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+_NO_LIMITS = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
 
 
 class BrokenModule(DeviceModule):
@@ -40,8 +49,9 @@ class BrokenModule(DeviceModule):
         self._signature = inspect.signature(module.forward)
         self._breaks: dict[str, None] = {}
         self._subgraphs: list[Subgraph] = []
+        weakref.finalize(self, _release, self._subgraphs).atexit = False
         self._compiled: Callable[..., Any] = torch.compile(
-            module.forward, backend=self._compile_graph, dynamic=dynamic or None
+            module.forward, backend=_held_weakly(self._compile_graph), dynamic=dynamic or None, **_OWN_GRAPHS
         )
 
     def _compile_graph(self, graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -120,12 +130,29 @@ class BrokenModule(DeviceModule):
         """
         copies, keywords = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
-            with _kept(self), quiet_tracing():
+            with _kept(self), quiet_tracing(), torch._dynamo.config.patch(_NO_LIMITS):
                 self(*copies, **keywords)
         except Exception as error:  # whatever the module's own code and PyTorch raise
             raise IRError(self.reason) from error
         if not any(subgraph.programs() for subgraph in self._subgraphs):
             raise IRError(self.reason)
+
+
+def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method without keeping its object alive; TorchDynamo keeps backends for ever."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        return alive(*args)
+
+    return call
+
+
+def _release(subgraphs: Sequence[Subgraph]) -> None:
+    for subgraph in subgraphs:
+        subgraph.release()
 
 
 def _copy(value: Any) -> Any:

@@ -81,7 +81,7 @@ def save_module(
     returned = _returned(traced, results)
     keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
     _divide(tensors, names, {names.get(key) for key in keys.values()}, few_bits)
-    constants = {key: f"constant {key}" for key in traced.constants}
+    constants = {key: f"constant {key}" for key in traced.constants if key in read}
     for key, name in constants.items():
         tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
     positional, keywords = argument_structures(traced.in_spec)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
@@ -105,7 +107,8 @@ def _replay(graph_module: GraphModule) -> Storages:
         return Storages()
     recorder = _Recorder(graph_module, {})
     try:
-        with mode, torch.no_grad():
+        # With its Python forms an op asks for symbolic sizes; its C++ form would fix them to those of the example.
+        with mode, torch.no_grad(), enable_python_dispatcher() if mode.shape_env is not None else nullcontext():
             recorder.run(*(x if isinstance(x, FakeTensor) else _without_data(x, mode) for x in placeholders))
     except Exception as error:  # whatever PyTorch's ops raise
         raise IRError("PyTorch cannot trace the exported program again; export it with this version") from error

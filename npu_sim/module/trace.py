@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from npu_compiler.errors import IRError
+from npu_compiler.errors import FixedSizeError, IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
 from npu_sim.module.fx_reader import (
@@ -116,6 +116,7 @@ def export(
     """Export a module for inference by `torch.export.export`; the module is not modified.
 
     Raises:
+        FixedSizeError: the module does not take all sizes that `dynamic_shapes` allows.
         IRError: PyTorch cannot export the module as one graph.
     """
     for value in (*args, *(kwargs or {}).values()):
@@ -130,7 +131,8 @@ def export(
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
-        raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {problem_of(error)}") from error
+        kind = FixedSizeError if _FIXED_SIZES in str(error) else IRError
+        raise kind(f"PyTorch cannot export {type(module).__name__} as one graph: {problem_of(error)}") from error
     finally:
         seen.remove()
 
@@ -191,13 +193,22 @@ def first_line(error: Exception | str) -> str:
 
 def problem_of(error: Exception) -> str:
     """Explain why PyTorch could not trace something, in words that do not assume knowledge of its internals."""
+    if _FIXED_SIZES in str(error):
+        return f"dynamic_shapes allows sizes that the module does not take{_suggested_sizes(str(error))}"
     is_about_data = any(word in f"{type(error).__name__} {error}".lower() for word in _DATA_DEPENDENT)
     if not is_about_data:
         return first_line(error)
     return f"data-dependent control flow, or a size that depends on the values of a tensor{_place_of(error)}; {ADVICE}"
 
 
+_FIXED_SIZES = "Constraints violated"
 _DATA_DEPENDENT = ("unbacked", "data-dependent", "data dependent", "datadependent")
+
+
+def _suggested_sizes(message: str) -> str:
+    """Return the sizes that PyTorch suggests in an error, such as `; PyTorch suggests batch = 2`; empty if none."""
+    lines = message.partition("Suggested fixes:\n")[2].split("\n\n")[0].splitlines()
+    return f"; PyTorch suggests {', '.join(map(str.strip, lines))}" if lines else ""
 
 
 def _place_of(error: Exception) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import nn
 import npu_sim
 from npu_compiler import DeviceError, InputError, PrecisionWarning
 from npu_runtime import available_devices
+from npu_sim.module import graph_breaks
 from npu_sim.module.graph_breaks import BrokenModule
 
 
@@ -138,3 +141,29 @@ def test_a_module_of_float64_warns(x: torch.Tensor) -> None:
 def test_an_unknown_device_lists_those_that_exist(x: torch.Tensor, tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=f"unknown device 'tpu'; choose one of {', '.join(available_devices())}"):
         npu_sim.compile(layers(), (x,), device="tpu")
+
+
+@pytest.mark.parametrize("counted", ["for each module", "for all modules of a class"])
+def test_a_module_with_graph_breaks_runs_whatever_was_compiled_before(
+    counted: str, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if counted == "for all modules of a class":
+        monkeypatch.setattr(graph_breaks, "_OWN_GRAPHS", {})
+    torch._dynamo.reset()
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        module = Branching().eval()
+        compiled = npu_sim.compile(module, (x,))
+        assert compiled.report().programs
+        torch.testing.assert_close(compiled(x), module(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_module_with_graph_breaks_is_freed(x: torch.Tensor) -> None:
+    module = Branching().eval()
+    compiled = npu_sim.compile(module, (x,))
+    assert isinstance(compiled, BrokenModule)
+    weights = [held.programs for subgraph in compiled._subgraphs for held in subgraph._sets.values()]
+    alive = [weakref.ref(module), weakref.ref(compiled), *map(weakref.ref, weights)]
+    assert weights
+    del module, compiled, weights
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * len(alive)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch.export import Dim
 
 import npu_sim
 from npu_compiler import InputError, IRError
+from npu_compiler.errors import FixedSizeError
+from npu_sim.module.trace import export
 
 
 class Encoder(nn.Module):
@@ -120,6 +124,54 @@ def test_a_size_that_is_only_a_part_of_others_is_an_error() -> None:
     half = Dim("half", min=1, max=9)
     with pytest.raises((IRError, InputError), match="is no input's dimension by itself"):
         npu_sim.compile(Pairs().eval(), (torch.randn(3, 8),), dynamic_shapes={"x": {1: 2 * half}})
+
+
+class WritesBeforeResizing(nn.Module):
+    """Writes in place beside inactive dropout, for which the graph is traced again, and then changes the map's size."""
+
+    def __init__(self, resize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.resize = resize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(nn.functional.dropout(x, 0.5, training=False))
+        y.add_(1)
+        return self.resize(y)
+
+
+RESIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nearest": partial(nn.functional.interpolate, scale_factor=2),
+    "nearest-exact": partial(nn.functional.interpolate, size=(3, 9), mode="nearest-exact"),
+    "bilinear": partial(nn.functional.interpolate, scale_factor=1.5, mode="bilinear"),
+    "bicubic": partial(nn.functional.interpolate, size=(5, 3), mode="bicubic", align_corners=True),
+    "adaptive mean": partial(nn.functional.adaptive_avg_pool2d, output_size=3),
+    "reflected": partial(nn.functional.pad, pad=(1, 2, 0, 1), mode="reflect"),
+    "shuffled": partial(nn.functional.pixel_shuffle, upscale_factor=2),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_an_op_that_changes_sizes_leaves_the_batch_open(name: str) -> None:
+    module = WritesBeforeResizing(RESIZED[name]).eval()
+    compiled = npu_sim.compile(module, torch.randn(2, 4, 6, 8), dynamic_shapes=({0: BATCH},))
+    for batch in (2, 5):
+        x = torch.randn(batch, 4, 6, 8)
+        torch.testing.assert_close(compiled(x), module(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "suggested"),
+    [
+        (lambda x, y: x.view(2, -1) + y, "batch = 2"),
+        (lambda x, y: x[:1] + 1 if x.shape[0] % 2 else y, "_batch = Dim('_batch', min=1, max=4), batch = 2*_batch"),
+    ],
+)
+def test_the_sizes_that_a_module_takes_are_said(function: Callable[..., torch.Tensor], suggested: str) -> None:
+    module = nn.Module()
+    module.forward = function
+    with pytest.raises(FixedSizeError) as error:
+        export(module, (torch.ones(2, 3), torch.ones(2, 3)), dynamic_shapes=({0: BATCH}, {0: BATCH}))
+    assert str(error.value).endswith(f"sizes that the module does not take; PyTorch suggests {suggested}")
 
 
 def test_a_weight_that_changes_is_seen_by_all_programs(model: nn.Module) -> None:

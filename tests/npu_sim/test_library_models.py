@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from random import Random
+
+import decoders
+import encoder_types
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,3 +103,11 @@ def test_a_users_hook_is_refused() -> None:
     module.register_forward_hook(lambda _module, _inputs, result: 2 * result)
     with pytest.raises(InputError, match="has forward hooks"):
         npu_sim.compile(module, torch.randn(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", Random(int(os.environ["TEST_SEED"])).sample(encoder_types.model_types(), 4))
+def test_model_types_are_right_or_refused(model_type: str) -> None:
+    """`python tests/support/encoder_types.py` tries all of them."""
+    outcomes, _ = decoders.isolated(lambda: encoder_types.tried(model_type))
+    assert outcomes and {outcome.kind for outcome in outcomes.values()} <= {"right", "refused", "fails"}, outcomes

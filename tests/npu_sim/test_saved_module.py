@@ -142,6 +142,16 @@ def test_weights_are_stored_once_and_only_if_they_are_read(tmp_path: Path) -> No
     assert sorted(tensors[name].shape for name in tensors) == [(8,), (8,), (8, 8)]
 
 
+def test_constants_are_stored_only_if_they_are_read(tmp_path: Path) -> None:
+    module, x = Net(), torch.randn(2, 8)
+    module.register_buffer("unread", torch.ones(3), persistent=False)
+    module.register_buffer("rotations", torch.ones(3, dtype=torch.complex64), persistent=False)  # a file holds none
+    before, after = saved(module, tmp_path, x)
+    assert np.array_equal(after(x.numpy()), before(x).numpy())
+    content, _ = saved_file.read_module(tmp_path / "model.npumod")
+    assert not content.constants
+
+
 def test_what_was_written_to_weights_is_saved(tmp_path: Path) -> None:
     module, x = Net(), torch.randn(2, 8)
     before = compiled(module, x)
