@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from npu_sim.module.own_decompositions.table import decomposes
+from npu_sim.module.own_decompositions.table import decomposes, stays_where
 
 BILINEAR, NEAREST, BICUBIC = range(3)  # PyTorch's numbers of the interpolation modes
 ZEROS, BORDER, REFLECTION = range(3)  # and of the padding modes
@@ -149,6 +150,16 @@ def _cubic(x: Tensor, a: float = -0.5) -> Tensor:
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
+
+
+@stays_where(
+    "aten._upsample_bilinear2d_aa.default aten._upsample_bilinear2d_aa.vec aten._upsample_bicubic2d_aa.default "
+    "aten._upsample_bicubic2d_aa.vec aten.upsample_bilinear2d.default aten.upsample_bilinear2d.vec "
+    "aten.upsample_bicubic2d.default aten.upsample_bicubic2d.vec"
+)
+def resamples_in_fixed_point(x: Tensor, *_: Any, **__: Any) -> bool:
+    """Whether PyTorch's kernel rounds otherwise than any decomposition: it resamples integers in fixed point."""
+    return not x.is_floating_point()
 
 
 @decomposes("aten._upsample_bilinear2d_aa.default")
