@@ -468,7 +468,12 @@ def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("upsample_nearest_kernel", [x], [out], params)
 
 
-@register_op("aten.upsample_bilinear2d aten.upsample_linear1d", layout=Layout.IMAGE)
+def _blending_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    dtype = graph.tensors[node.inputs[0]].dtype
+    return None if dtype in FLOAT_DTYPES else f"PyTorch blends {dtype} in fixed point"
+
+
+@register_op("aten.upsample_bilinear2d aten.upsample_linear1d", unsupported=_blending_unsupported, layout=Layout.IMAGE)
 def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     align = bool(Args(node).attr("align_corners", False))

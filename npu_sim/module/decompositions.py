@@ -31,7 +31,7 @@ from npu_compiler.graph.symbolic import specialize
 from npu_compiler.graph.weight_recipe import from_key
 from npu_compiler.op_support import unsupported_reason
 from npu_compiler.ops.registry import find_op, is_assertion, is_in_place
-from npu_sim.module.own_decompositions import OWN
+from npu_sim.module.own_decompositions import OWN, STAYS
 
 LARGEST = 4000  # ops in a decomposition; a longer one, such as an LSTM's over many steps, takes too long to compile
 DECOMPOSITION = "npu_sim.decomposition"  # key of a node's metadata, in a decomposition: the graph that replaces it
@@ -81,7 +81,7 @@ class Decompositions:
         return self._traced[key]
 
     def _first_that_runs(self, node: Node, within: tuple[Any, ...]) -> GraphModule | None:
-        if len(within) > _DEEPEST:
+        if len(within) > _DEEPEST or _stays(node):
             return None
         for function, is_composite in _functions(node.target):
             graph_module = _trace(function, node, pre_dispatch=not is_composite)
@@ -109,6 +109,12 @@ class Decompositions:
             return False
         node.meta[DECOMPOSITION] = self._decomposition(node, within)
         return node.meta[DECOMPOSITION] is not None
+
+
+def _stays(node: Node) -> bool:
+    """Whether a call is never decomposed."""
+    args, kwargs = pytree.tree_map_only(Node, lambda x: x.meta.get("val"), (node.args, node.kwargs))
+    return node.target in STAYS and STAYS[node.target](*args, **kwargs)
 
 
 def operands(node: Node) -> list[Node]:

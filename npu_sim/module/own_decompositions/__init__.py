@@ -12,10 +12,11 @@ from npu_sim.module.own_decompositions import (
     sampling,
     strided,
 )
-from npu_sim.module.own_decompositions.table import OWN, decomposes
+from npu_sim.module.own_decompositions.table import OWN, STAYS, decomposes, stays_where
 
 __all__ = [
     "OWN",
+    "STAYS",
     "decomposes",
     "distances",
     "elementwise",
@@ -26,5 +27,6 @@ __all__ = [
     "pooling",
     "recurrent",
     "sampling",
+    "stays_where",
     "strided",
 ]

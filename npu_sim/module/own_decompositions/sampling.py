@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from npu_sim.module.own_decompositions.table import decomposes
+from npu_sim.module.own_decompositions.table import decomposes, stays_where
 
 BILINEAR, NEAREST, BICUBIC = range(3)  # PyTorch's numbers of the interpolation modes
 ZEROS, BORDER, REFLECTION = range(3)  # and of the padding modes
@@ -151,6 +152,16 @@ def _cubic(x: Tensor, a: float = -0.5) -> Tensor:
     return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
+@stays_where(
+    "aten._upsample_bilinear2d_aa.default aten._upsample_bilinear2d_aa.vec aten._upsample_bicubic2d_aa.default "
+    "aten._upsample_bicubic2d_aa.vec aten.upsample_bilinear2d.default aten.upsample_bilinear2d.vec "
+    "aten.upsample_bicubic2d.default aten.upsample_bicubic2d.vec"
+)
+def resamples_in_fixed_point(x: Tensor, *_: Any, **__: Any) -> bool:
+    """Whether PyTorch's kernel rounds otherwise than any decomposition: it resamples integers in fixed point."""
+    return not x.is_floating_point()
+
+
 @decomposes("aten._upsample_bilinear2d_aa.default")
 def upsample_bilinear_antialiased(
     x: Tensor, size: Sequence[int], align_corners: bool, scale_h: float | None = None, scale_w: float | None = None
@@ -212,18 +223,15 @@ def _antialiased(
     else:
         scale = 1.0 / factor if factor and factor > 0 else source / size
     support, narrowing = (reach * scale, 1.0 / scale) if scale >= 1.0 else (float(reach), 1.0)
-    center = (torch.arange(size, device=x.device, dtype=torch.float32) + 0.5) * scale
+    center = (torch.arange(size, device=x.device, dtype=torch.float32).unsqueeze(1) + 0.5) * scale
     first = torch.clamp_min(torch.trunc(center - support + 0.5), 0)
     count = torch.clamp_max(torch.trunc(center + support + 0.5), source) - first
-    total, sum_of_weights = None, None
-    for tap in range(2 * math.ceil(support) + 1):
-        weight = shape((first - center + (tap + 0.5)) * narrowing)
-        weight = torch.where(count > tap, weight, torch.zeros_like(weight))
-        sum_of_weights = weight if sum_of_weights is None else sum_of_weights + weight
-        place = torch.clamp(first + tap, 0, source - 1).to(torch.int32)
-        aligned = [-1 if d == dim else 1 for d in range(x.dim())]
-        term = torch.index_select(x, dim, place) * weight.reshape(aligned)
-        term = torch.where((weight != 0).reshape(aligned), term, torch.zeros_like(term))
-        total = term if total is None else total + term
-    assert total is not None and sum_of_weights is not None
-    return (total / sum_of_weights.reshape(aligned)).to(x.dtype)
+    tap = torch.arange(2 * math.ceil(support) + 1, device=x.device, dtype=torch.float32)
+    weight = shape((tap + first - center + 0.5) * narrowing)
+    weight = torch.where(tap < count, weight, torch.zeros_like(weight))
+    place = torch.clamp(tap + first, 0, source - 1).to(torch.int32)
+    taps = torch.index_select(x, dim, place.reshape(-1)).unflatten(dim, place.shape)
+    aligned = [*place.shape, *(1 for _ in range(x.dim() - dim - 1))]
+    terms = taps * weight.reshape(aligned)
+    terms = torch.where((weight != 0).reshape(aligned), terms, torch.zeros_like(terms))
+    return (terms.sum(dim + 1) / weight.sum(1).reshape([size, *aligned[2:]])).to(x.dtype)
