@@ -223,6 +223,22 @@ def _place_of_extreme(call: ArrayCall) -> NativeLaunch | None:
     return native.place_of_extreme(call.inputs[0], call.out, call.name == "argmin_kernel")
 
 
+@_accelerates("gather_kernel")
+def _gather(call: ArrayCall) -> NativeLaunch | None:
+    source, index = call.inputs
+    return native.gather(source, call.params["dim"], index, call.out)
+
+
+@_accelerates("argsort_kernel")
+def _argsort(call: ArrayCall) -> NativeLaunch | None:
+    return native.argsort(call.inputs[0], call.out, bool(call.params["descending"]))
+
+
+@_accelerates("sum_kernel")
+def _sum(call: ArrayCall) -> NativeLaunch | None:
+    return native.sum_last(call.inputs[0], call.params["reduce_dims"], call.out)
+
+
 @_accelerates("copy")
 def _copy(call: ArrayCall) -> NativeLaunch | None:
     if not call.inputs:
