@@ -173,10 +173,18 @@ def test_matmul(dtype: torch.dtype) -> None:
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     scores = q.double() @ k.double().repeat_interleave(groups, 1).mT * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
     if mask is not None and mask.dtype is torch.bool:
@@ -222,6 +230,30 @@ def test_attention(dtype: torch.dtype, queries: int) -> None:
                     check(out[:, :, hidden], expected[:, :, hidden], 5e-3)
                     out, expected = out[:, :, ~hidden], expected[:, :, ~hidden]
                 check(out, expected, tolerance)
+
+
+@settings(max_examples=60)
+@given(
+    queries=st.sampled_from([1, 2, 4, 5, 40]), keys=st.integers(1, 300), shared=st.integers(1, 2),
+    group=st.integers(1, 3), width=st.sampled_from([8, 33, 64]), dtype=st.sampled_from(DTYPES),
+    soft_cap=st.sampled_from([0.5, 3.0, 50.0]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_attention_with_a_soft_cap(
+    queries: int, keys: int, shared: int, group: int, width: int, dtype: torch.dtype, soft_cap: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = (
+        strided(2, heads, rows, width, dtype=dtype)
+        for heads, rows in ((shared * group, queries), (shared, keys), (shared, keys))
+    )
+    kinds = {"none": None, "bool": torch.rand(2, 1, queries, keys) > 0.3, "float": torch.randn(queries, keys)}
+    for kind, mask in kinds.items():
+        for causal in (False, True):
+            out = blank(2, shared * group, queries, width)
+            run(native.attention(q, k, v, mask, causal, 2.0 * width**-0.5, out, soft_cap=soft_cap))
+            tolerance = 2e-2 if dtype is torch.bfloat16 and queries > 4 else 1e-4
+            expected = attention_reference(q, k, v, mask, causal, 2.0 * width**-0.5, soft_cap)
+            assert torch.allclose(out.double(), expected, tolerance, tolerance), f"{kind}, {causal}"
 
 
 def masks_with_holes(heads: int, queries: int, keys: int) -> dict[str, torch.Tensor]:

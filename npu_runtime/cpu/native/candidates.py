@@ -142,9 +142,8 @@ def _matmul(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("attention_kernel")
 def _attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, v, *mask = call.inputs
-    return native.attention(
-        q, k, v, mask[0] if mask else None, bool(call.params["causal"]), call.params["scale"], call.out
-    )
+    causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, soft_cap=soft_cap)
 
 
 @_accelerates("paged_attention_kernel")
@@ -159,8 +158,8 @@ def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
 def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, k_scales, v, v_scales, *mask = call.inputs
     quantized = native.QuantizedCache(call.params["format"], k_scales, v_scales)
-    causal, scale = bool(call.params["causal"]), call.params["scale"]
-    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized)
+    causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized, soft_cap)
 
 
 @_accelerates("quantized_index_copy_kernel")
