@@ -14,6 +14,7 @@ constant bool causal [[function_constant(6)]];
 
 struct AttentionParams {
     float scale;
+    float soft_cap;  // 0: none
 };
 
 struct Problem {
@@ -24,6 +25,7 @@ struct Problem {
     device void *out;
     constant Strided *views;  // q, k, v, mask, out
     float scale;
+    float soft_cap;
     uint batch;
     uint head;
 
@@ -58,7 +60,9 @@ struct Problem {
         return load(mask, mask_type, index);
     }
 
-    float capped(float score) const { return score; }
+    float capped(float score) const {
+        return soft_cap == 0.0f ? score : soft_cap * precise::tanh(score / soft_cap);
+    }
     float sink_weight(float) const { return 0.0f; }
 
     void put(uint query, uint dim, float value) const {
@@ -69,9 +73,9 @@ struct Problem {
 
 inline Problem problem_of(
     device const void *q, device const void *k, device const void *v, device const void *mask, device void *out,
-    constant Strided *views, float scale, uint3 position
+    constant Strided *views, AttentionParams params, uint3 position
 ) {
-    return Problem{q, k, v, mask, out, views, scale, position.z, position.y};
+    return Problem{q, k, v, mask, out, views, params.scale, params.soft_cap, position.z, position.y};
 }
 
 kernel void attention_kernel(
@@ -90,7 +94,7 @@ kernel void attention_kernel(
     threadgroup float sums[DECODE_GROUPS * HELD_WIDTH];
     threadgroup float largest_of[DECODE_GROUPS];
     threadgroup float total_of[DECODE_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
     attend<HeldQuery, HELD_WIDTH>(problem, position.x, 0, sums, largest_of, total_of, Place{lane, group, groups});
 }
 
@@ -111,7 +115,7 @@ kernel void attention_wide_kernel(
     threadgroup float sums[DECODE_GROUPS * WIDE_WIDTH];
     threadgroup float largest_of[DECODE_GROUPS];
     threadgroup float total_of[DECODE_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
     const uint slice = position.x / problem.queries();
     const uint query = position.x - slice * problem.queries();
     attend<ReadQuery, WIDE_WIDTH>(
@@ -244,7 +248,7 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
 
         const float before = largest;
         for (uint i = 0; i < ROW_KEYS; i++) {
-            logits[i] += scores[row * SCORE_STRIDE + part + i * ROW_LANES] * problem.scale;
+            logits[i] += problem.capped(scores[row * SCORE_STRIDE + part + i * ROW_LANES] * problem.scale);
             largest = max(largest, logits[i]);
         }
         largest = max(largest, simd_shuffle_xor(largest, 1));
@@ -328,7 +332,7 @@ kernel void attention_prefill_kernel(
     threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
     threadgroup float shrink[PREFILL_GROUPS * 64];
     threadgroup uint votes[2 * PREFILL_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
     attend_tile<compute_t>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
 }
 
@@ -350,6 +354,6 @@ kernel void attention_prefill_float_kernel(
     threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
     threadgroup float shrink[PREFILL_GROUPS * 64];
     threadgroup uint votes[2 * PREFILL_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
     attend_tile<float>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
 }

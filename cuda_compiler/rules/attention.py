@@ -89,6 +89,7 @@ class _Operands:
 
 
 def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    call = without_absent_features(call)
     q, k, v, mask, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
     operands = _Operands(q, k, v, mask, out)
@@ -472,7 +473,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
 
 
 def without_absent_features(call: KernelCall) -> KernelCall:
-    """A call of paged attention without the parameters of a window, a soft cap or sinks that it does not have.
+    """A call of attention without the parameters of a window, a soft cap or sinks that it does not have.
 
     Its source does not mention them then.
     """

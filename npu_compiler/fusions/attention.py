@@ -29,20 +29,30 @@ def _rewrite_masked_softmax(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("npu.masked_softmax", match, (scores, bias))
 
 
+def _capped(scores: Pattern) -> P:
+    """tanh(scores / cap) · bound, which is a soft cap if the two numbers are one."""
+    return mul(P("aten.tanh", (P("aten.div", (scores, Num("cap"))),)), Num("bound"))
+
+
 def _attention_patterns() -> tuple[P, ...]:
-    """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped."""
+    """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped.
+
+    The scaled scores may have a soft cap.
+    """
     products = "aten.matmul aten.bmm"
     raw = P(products, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
     result: list[P] = []
     for scores in scaled:
         scores = Maybe(scores)  # type: ignore[assignment]
-        for logits in (add(scores, mask), scores):
-            weights = Maybe(_softmax(Maybe(logits)))
-            result.append(P(products, (weights, v)))
+        for bounded in (scores, _capped(scores)):
+            result += (_attended(logits) for logits in (add(bounded, mask), bounded))
     prescaled = P(products, (mul(q, Num("scale")), k))
-    unscaled = (P(products, (Maybe(_softmax(Maybe(logits))), v)) for logits in (add(prescaled, mask), prescaled))
-    return (*result, *unscaled)
+    return (*result, *(_attended(logits) for logits in (add(prescaled, mask), prescaled)))
+
+
+def _attended(logits: Pattern) -> P:
+    return P("aten.matmul aten.bmm", (Maybe(_softmax(Maybe(logits))), v))
 
 
 def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
@@ -54,13 +64,17 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
     if specs[match.root.outputs[0]].shape[:-1] != specs[query].shape[:-1]:
         return None
     scale = match.scalars.get("scale", 1.0) / match.scalars.get("divisor", 1.0)
+    soft_cap = match.scalars.get("cap", 0.0)
+    if soft_cap != match.scalars.get("bound", 0.0):
+        return None
     flipped = (*key_shape[:-2], key_shape[-1], key_shape[-2])
     bias = match.tensors.get("mask")
     if bias is not None and (specs[bias].dtype == "bool" or len(specs[bias].shape) > len(key_shape)):
         return None
     key = rewriter.node(f"{match.root.name}.key", "aten.transpose.int", (keys,), keys, flipped, dim0=-2, dim1=-1)
     inputs = (query, key, values) if bias is None else (query, key, values, bias)
-    node = fused("npu.attention", match, inputs, scale=scale)
+    caps = {"soft_cap": soft_cap} if soft_cap else {}
+    node = fused("npu.attention", match, inputs, scale=scale, **caps)
     checked = replace(rewriter.graph, tensors=specs)
     return None if unsupported_reason(node, checked) else node
 

@@ -36,6 +36,7 @@ declare_kernel(
     **_FORMAT,
     scale="f",
     causal="?",
+    soft_cap="f",
 )
 
 

@@ -76,6 +76,7 @@ declare_kernel(
     products=attention_products,
     scale="f",
     causal="?",
+    soft_cap="f",
 )
 
 
@@ -256,6 +257,8 @@ def lower_rope_pairs(ctx: Lowering, node: OpNode) -> None:
 def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if node.attrs.get("dropout_p"):
         return "attention with dropout"
+    if not 0 <= (soft_cap := node.attrs.get("soft_cap", 0.0)) < math.inf:
+        return f"attention with a soft cap of {soft_cap}"
     shapes = [graph.tensors[name].shape for name in node.inputs[:3]]
     if any(len(shape) < 2 for shape in shapes) or len({len(shape) for shape in shapes}) > 1:
         return f"attention over shapes {[list(shape) for shape in shapes]}"
@@ -313,6 +316,8 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
 
     The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free. Of more than
     four dimensions, all but one of those before the tokens are the batch.
+
+    With a `soft_cap` c above 0, a scaled score s becomes c · tanh(s / c) before the mask is added.
     """
     args = Args(node)
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
@@ -346,11 +351,12 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
 
 
 def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, float | int]:
-    """The parameters of an attention kernel; the scale is 1 / sqrt(head size) unless given."""
+    """The parameters of an attention kernel; the scale is 1 / sqrt(head size) unless given, the soft cap 0."""
     scale = node.attrs.get("scale")
     return {
         "scale": 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         "causal": int(bool(node.attrs.get("is_causal"))),
+        "soft_cap": float(node.attrs.get("soft_cap", 0.0)),
         "has_mask": int(has_mask),
     }
 

@@ -26,8 +26,15 @@ from npu_model.lowering.vector_program import VectorProgram
 _LOWEST = float("-inf")
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
+def _need_engines(o: Operands, chip: Chip) -> None:
+    """Check that the chip has a matrix engine and, if the scores have a soft cap, tanh on its vector engine."""
     need_matrix(chip, o.q.dtype)
+    if o.soft_cap:
+        need_functions(chip, ELEMENTWISE["tanh"], True)
+
+
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
+    _need_engines(o, chip)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, heads, queries, _ = o.q.shape
@@ -136,9 +143,7 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _paged_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
-    need_matrix(chip, o.q.dtype)
-    if o.soft_cap:
-        need_functions(chip, ELEMENTWISE["tanh"], True)
+    _need_engines(o, chip)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     heads, blocks = o.q.shape[1], o.tables.shape[1]
@@ -357,8 +362,8 @@ def _softmax(
     before = program.carried(largest, _LOWEST, begins, 0, 1, 2, None)
     sums = program.carried(total, 0.0, begins, 0, 1, 2, None)
     value = program.op("mul", value, float(o.scale))
-    if soft_cap := getattr(o.names, "soft_cap", 0.0):
-        value = program.op("mul", program.op("tanh", program.op("mul", value, 1.0 / soft_cap)), float(soft_cap))
+    if o.soft_cap:
+        value = program.op("mul", program.op("tanh", program.op("mul", value, 1.0 / o.soft_cap)), float(o.soft_cap))
     if allowed is not None and mask is not None:
         if mask.dtype == "bool":
             value = program.op("where", allowed, value, _LOWEST)

@@ -243,6 +243,46 @@ def attention(g: IRBuilder) -> None:
 
 
 @shows(
+    "attention",
+    given="""
+    %transpose = aten.transpose(%k) {dim0=2, dim1=3}
+    %matmul = aten.matmul(%q, %transpose)
+    %mul = aten.mul(%matmul) {other=0.25}
+    %div = aten.div(%mul) {other=30.0}
+    %tanh = aten.tanh(%div)
+    %mul_1 = aten.mul(%tanh) {other=30.0}
+    %add = aten.add(%mul_1, %mask)
+    %softmax = aten.softmax(%add) {dim=-1}
+    %matmul_1 = aten.matmul(%softmax, %v)
+    return %matmul_1
+    """,
+    result="""
+    %transpose = aten.transpose(%k) {dim0=2, dim1=3}
+    %matmul_1.key = aten.transpose(%transpose) {dim0=-2, dim1=-1}
+    %matmul_1 = npu.attention(%q, %matmul_1.key, %v, %mask) {scale=0.25, soft_cap=30.0}
+    return %matmul_1
+    """,
+)
+def attention_with_a_soft_cap(g: IRBuilder) -> None:
+    capped_attention(g, 30.0)
+
+
+def capped_attention(g: IRBuilder, bound: float) -> None:
+    q, k, v = (g.input(name, 1, 4, 5, 8) for name in "qkv")
+    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
+    scores = g("aten.div.Tensor", g("aten.mul.Tensor", scores, 0.25), 30.0)
+    capped = g("aten.mul.Tensor", g("aten.tanh.default", scores), bound)
+    masked = g("aten.add.Tensor", capped, g.input("mask", 1, 1, 5, 5))
+    g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
+
+
+def test_scores_that_are_divided_by_another_number_have_no_soft_cap() -> None:
+    g = IRBuilder()
+    capped_attention(g, 29.0)
+    assert "npu.attention" not in [node.op_type for node in fuse(read_ir(g.ir())).nodes]
+
+
+@shows(
     "share_kv_heads",
     given="""
     %unsqueeze = aten.unsqueeze(%k) {dim=2}

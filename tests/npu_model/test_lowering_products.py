@@ -188,6 +188,26 @@ def test_attention(
     assert_close(run_on(name, g, inputs, {}, "float32"), 1e-5)
 
 
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
+@DRAWS
+@given(
+    heads=st.integers(1, 3), t=st.integers(1, 40), keys=st.integers(1, 90), soft_cap=st.sampled_from([0.5, 3.0]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention_with_a_soft_cap(name: str, heads: int, t: int, keys: int, soft_cap: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    g = IRBuilder()
+    q, k, v = (g.input(key, 1, heads, rows, 16) for key, rows in (("q", t), ("k", keys), ("v", keys)))
+    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
+    scores = g("aten.div.Tensor", g("aten.mul.Tensor", scores, 0.5), soft_cap)
+    capped = g("aten.mul.Tensor", g("aten.tanh.default", scores), soft_cap)
+    masked = g("aten.add.Tensor", capped, g.input("mask", 1, 1, t, keys))
+    g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
+    inputs = {key: normal(rng, 1, heads, rows, 16) for key, rows in (("q", t), ("k", keys), ("v", keys))}
+    inputs["mask"] = np.where(rng.random((1, 1, t, keys)) < 0.3, -np.inf, 0.5).astype(np.float32)
+    assert_close(run_on(name, g, inputs, {}, "float32"), 1e-5)
+
+
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8", "int4+int8", "int8+int8"])
 @pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 def test_weights_in_few_bits(name: str, format: str) -> None:

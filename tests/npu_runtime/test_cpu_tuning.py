@@ -134,12 +134,12 @@ def conv(
     return bound("conv2d_kernel", params, [x, weight, *extra], out, (1, 2) if bias else (1,))
 
 
-def attention(dtype: str, queries: int, mask: str, causal: bool = False) -> ArrayCall:
+def attention(dtype: str, queries: int, mask: str, causal: bool = False, soft_cap: float = 0.0) -> ArrayCall:
     q, k, v = (spaced(2, heads, length, 16, dtype=dtype) for heads, length in ((4, queries), (2, 40), (2, 40)))
     seen = (torch.arange(40) <= 20 + torch.arange(queries)[:, None])[None, None].expand(2, 1, queries, 40).clone()
     seen[0, :, -1] = False  # a row that attends nothing
     masks = {"none": [], "bool": [seen], "float": [torch.where(seen, torch.randn(seen.shape), -torch.inf)]}
-    params = {"causal": causal, "has_mask": mask != "none", "scale": 0.25}
+    params = {"causal": causal, "has_mask": mask != "none", "scale": 0.25, "soft_cap": soft_cap}
     out = torch.empty(2, 4, queries, 16, dtype=q.dtype)
     return bound("attention_kernel", params, [q, k, v, *masks[mask]], out)
 
@@ -175,6 +175,8 @@ CASES: dict[str, Callable[[str], ArrayCall]] = {
     "conv depthwise": lambda dtype: conv(dtype, 3, "relu6", groups=32, padding=(1, 1, 1, 1)),
     "attention": lambda dtype: attention(dtype, 40, "none"),
     "attention causal": lambda dtype: attention(dtype, 40, "none", causal=True),
+    "attention capped": lambda dtype: attention(dtype, 40, "float", soft_cap=0.5),
+    "attention capped causal": lambda dtype: attention(dtype, 40, "none", causal=True, soft_cap=0.5),
     "attention decode": lambda dtype: attention(dtype, 1, "bool"),
     "attention mask": lambda dtype: attention(dtype, 12, "bool"),
     "attention additive": lambda dtype: attention(dtype, 12, "float"),

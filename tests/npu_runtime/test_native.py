@@ -184,10 +184,18 @@ def test_matmul(dtype: torch.dtype) -> None:
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     scores = q.double() @ k.double().repeat_interleave(groups, 1).mT * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
     if mask is not None and mask.dtype is torch.bool:
@@ -233,6 +241,30 @@ def test_attention(dtype: torch.dtype, queries: int) -> None:
                     check(out[:, :, hidden], expected[:, :, hidden], 5e-3)
                     out, expected = out[:, :, ~hidden], expected[:, :, ~hidden]
                 check(out, expected, tolerance)
+
+
+@settings(max_examples=60)
+@given(
+    queries=st.sampled_from([1, 2, 4, 5, 40]), keys=st.integers(1, 300), shared=st.integers(1, 2),
+    group=st.integers(1, 3), width=st.sampled_from([8, 33, 64]), dtype=st.sampled_from(DTYPES),
+    soft_cap=st.sampled_from([0.5, 3.0, 50.0]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_attention_with_a_soft_cap(
+    queries: int, keys: int, shared: int, group: int, width: int, dtype: torch.dtype, soft_cap: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    q, k, v = (
+        strided(2, heads, rows, width, dtype=dtype)
+        for heads, rows in ((shared * group, queries), (shared, keys), (shared, keys))
+    )
+    kinds = {"none": None, "bool": torch.rand(2, 1, queries, keys) > 0.3, "float": torch.randn(queries, keys)}
+    for kind, mask in kinds.items():
+        for causal in (False, True):
+            out = blank(2, shared * group, queries, width)
+            run(native.attention(q, k, v, mask, causal, 2.0 * width**-0.5, out, soft_cap=soft_cap))
+            tolerance = 2e-2 if dtype is torch.bfloat16 and queries > 4 else 1e-4
+            expected = attention_reference(q, k, v, mask, causal, 2.0 * width**-0.5, soft_cap)
+            assert torch.allclose(out.double(), expected, tolerance, tolerance), f"{kind}, {causal}"
 
 
 def masks_with_holes(heads: int, queries: int, keys: int) -> dict[str, torch.Tensor]:
@@ -513,6 +545,7 @@ def test_an_unchecked_index_out_of_range_fails_the_kernel(wrong: int) -> None:
 SCALAR_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "abs": torch.abs, "neg": torch.neg, "cos": torch.cos,
     "sin": torch.sin, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+    "true_divide": torch.true_divide,
 }  # fmt: skip
 
 
@@ -560,7 +593,7 @@ def test_elementwise_ops_are_pytorchs(generator: random.Random) -> None:
     out = torch.zeros_like(numbers(generator, expected.dtype, shape))
     launch = native.elementwise(op, operands, out)
     if launch is None:  # which is right only where PyTorch's result has another dtype, or for booleans
-        assert dtype == torch.bool or (op in ("cos", "sin") and dtype == torch.int32)
+        assert dtype == torch.bool or (op in ("cos", "sin", "true_divide") and dtype == torch.int32)
         return
     launch()
     torch.testing.assert_close(out, expected.expand(shape), equal_nan=True, rtol=1e-6, atol=1e-6)
@@ -576,6 +609,61 @@ def test_places_of_extremes_are_pytorchs(dtype: torch.dtype, columns: int) -> No
     for least, expected in ((False, rows.argmax(-1)), (True, rows.argmin(-1))):
         run(native.place_of_extreme(rows, out, least))
         assert torch.equal(out.long(), expected)
+
+
+@settings(max_examples=100)
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 3, 8, 17, 40]), min_size=1, max_size=4),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    generator=st.randoms(use_true_random=False),
+)
+def test_sums_are_pytorchs(shape: list[int], dtypes: tuple[torch.dtype, ...], generator: random.Random) -> None:
+    x = numbers(generator, torch.float32, tuple(shape)).nan_to_num(0.0, 0.0).to(dtypes[0])
+    count = generator.randint(1, len(shape))
+    kept = tuple(shape[: len(shape) - count])
+    out = torch.zeros_like(numbers(generator, torch.float32, kept), dtype=dtypes[1])
+    launch = native.sum_last(x, count, out)
+    if launch is None:  # the summed dimensions are not one in memory, or too many terms
+        assert count > 1
+        return
+    launch()
+    expected = x.double().sum(tuple(range(len(kept), len(shape))))
+    tolerance = 1e-5 if dtypes[1] == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_long_sums_are_left_to_others() -> None:
+    assert native.sum_last(torch.ones(2, 1025), 1, torch.empty(2)) is None
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 5), columns=st.sampled_from([1, 2, 31, 128, 700]), dtype=st.sampled_from(DTYPES),
+    descending=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_orders_are_pytorchs(rows: int, columns: int, dtype: torch.dtype, descending: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, columns).round(decimals=1).to(dtype)
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0], dtype=dtype)
+    x = torch.where(torch.rand(rows, columns) < 0.2, special[torch.randint(5, (rows, columns))], x)
+    out = torch.full((rows, columns + 2), -1, dtype=torch.int32)[:, :columns]
+    run(native.argsort(x, out, descending))
+    assert torch.equal(out.long(), torch.argsort(x, dim=-1, descending=descending, stable=True))
+
+
+@settings(max_examples=60)
+@given(generator=st.randoms(use_true_random=False), wide=st.booleans())
+def test_elements_are_gathered_as_by_pytorch(generator: random.Random, wide: bool) -> None:
+    shape = [generator.choice((1, 2, 5, 17)) for _ in range(generator.randint(1, 4))]
+    dim, dtype = generator.randrange(len(shape)), generator.choice((*DTYPES, torch.int32, torch.bool))
+    picked = [generator.randint(1, 9) if d == dim else generator.randint(1, size) for d, size in enumerate(shape)]
+    x, out = numbers(generator, dtype, tuple(shape)), torch.zeros_like(numbers(generator, dtype, tuple(picked)))
+    index = torch.randint(0, shape[dim], picked, dtype=torch.int64 if wide else torch.int32)
+    run(native.gather(x, dim - len(shape) * generator.randint(0, 1), index, out))
+    torch.testing.assert_close(out, x.gather(dim, index.long()), equal_nan=True, rtol=0, atol=0)
+    index.view(-1)[-1] = generator.choice((-1, shape[dim]))
+    with pytest.raises(DeviceError, match="is out of range"):
+        run(native.gather(x, dim, index, out))
 
 
 def decode_step(width: int) -> tuple[NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:

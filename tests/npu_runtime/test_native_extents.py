@@ -162,6 +162,21 @@ def place_of_extreme(o: Operands) -> NativeLaunch | None:
     return native.place_of_extreme(o.floats(rows, o.size()), np.zeros(rows, np.int32), o.rng.random() < 0.5)
 
 
+def sum_last(o: Operands) -> NativeLaunch | None:
+    x = o.floats(o.size(), o.size(), o.size()).transpose(o.rng.sample(range(3), 3))
+    return native.sum_last(x, 1, o.floats(*x.shape[:2]))
+
+
+def argsort(o: Operands) -> NativeLaunch | None:
+    rows, columns = o.size(), o.size()
+    return native.argsort(o.floats(rows, columns), np.zeros((rows, columns), np.int32), o.rng.random() < 0.5)
+
+
+def gather(o: Operands) -> NativeLaunch | None:
+    rows, columns, picked = o.size(), o.size(), o.size()
+    return native.gather(o.floats(rows, columns), 1, o.index(columns, rows, picked), o.floats(rows, picked))
+
+
 def rounded_attention(o: Operands) -> NativeLaunch | None:
     batch, heads, queries, keys, width, values = (o.size() for _ in range(6))
     k, v = (o.numbers.integers(0, 100, (batch, heads, keys, size)).astype(np.uint8) for size in (width, values))
@@ -197,6 +212,9 @@ MADE: list[Callable[[Operands], NativeLaunch | None]] = [
     index_select,
     elementwise,
     place_of_extreme,
+    sum_last,
+    argsort,
+    gather,
     rounded_attention,
     quantized_index_copy,
     paged_attention,

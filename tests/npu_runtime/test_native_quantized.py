@@ -12,6 +12,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quantized_products import DTYPES, EPS, KINDS, SCALES, SHAPES, blank, bound, rng, strided, whole_numbers
 
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
@@ -40,6 +42,41 @@ def test_products_of_whole_numbers_are_exact(codes: str, offsets: str, rows: int
         for dtype in DTYPES:
             x = rng().integers(-4, 5, (rows, k)).astype(dtype)
             np.testing.assert_array_equal(product(x, weight), x.astype(np.float64) @ wide.T)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS), count=st.integers(1, 9), rows=st.integers(1, 5), choices=st.integers(1, 8),
+    dtype=st.sampled_from(DTYPES), activations=st.sampled_from(["none", "int8", "float8_e4m3"]),
+    shape=st.sampled_from(SHAPES), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_a_product_by_experts_is_that_of_each_row_with_its_expert(
+    kind: tuple[str, str], count: int, rows: int, choices: int, dtype: np.dtype, activations: str,
+    shape: tuple[int, int, int], seed: int,
+) -> None:  # fmt: skip
+    draw = np.random.default_rng(seed)
+    (codes, offsets), (n, k, group) = kind, shape
+    format = QuantizedFormat(codes, group, "float32", offsets)
+    experts = [quantize(draw.standard_normal((n, k)).astype(np.float32), format) for _ in range(count)]
+    parts = {name: np.concatenate([x.part(name) for x in experts]) for name in format.parts((n, k))}
+    packed = native.pack_quantized_experts(QuantizedArray(format, (count * n, k), **parts), count)
+    x, bias = draw.standard_normal((rows, k)).astype(dtype), draw.standard_normal((count, n)).astype(np.float32)
+    chosen = draw.integers(-1, count + 1, rows * choices).astype(np.int32)
+    out, one = blank(len(chosen), n, DTYPES[0]), blank(1, n, DTYPES[0])
+    assert packed is not None
+    launch = native.quantized_expert_linear(x, packed, chosen, bias, out, activations)
+    assert launch is not None
+    launch()
+    for row, expert in enumerate(chosen):
+        if not 0 <= expert < count:
+            assert not out[row].any()
+            continue
+        weight, own = native.pack_quantized(experts[expert]), x[row // choices :][:1]
+        assert weight is not None
+        single = native.quantized_linear(own, weight, bias[expert], None, "none", one, activations)
+        assert single is not None
+        single()
+        np.testing.assert_allclose(out[row], one[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", (1, 3))

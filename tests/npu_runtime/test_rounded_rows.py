@@ -270,7 +270,7 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
         assert launch is not None
         launch()
         inputs = [q, k, k_scales, v, v_scales, *([] if mask is None else [np.ascontiguousarray(mask)])]
-        params = {"format": kind, "scale": 0.2, "causal": 0}
+        params = {"format": kind, "scale": 0.2, "causal": 0, "soft_cap": 0.0}
         expected, summed = np.empty_like(out), np.empty_like(out)
         CPU_KERNELS["quantized_attention_kernel"](inputs, [expected], params)
         inputs[3] = np.abs(v.view(np.int8)).view(v.dtype) if kind == "int8" else v & 0x7F  # their magnitudes

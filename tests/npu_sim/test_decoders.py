@@ -177,6 +177,14 @@ def test_layers_with_windows_soft_caps_and_sinks_read_the_pool_in_place(model_ty
     assert {len(node["inputs"]) for node in nodes} == {7 if model_type == "gpt_oss" else 6}
 
 
+def test_soft_caps_are_part_of_attention_over_a_cache_in_one_piece(tmp_path: Path) -> None:
+    decoders.save_tiny("gemma2", tmp_path / "model")
+    checkpoint = load_checkpoint(tmp_path / "model", "float32")
+    calls = LanguageModel(checkpoint, device="cpu", cache_length=32).decode_program.kernels
+    caps = [call.params["soft_cap"] for call in calls if call.kernel == "attention_kernel"]
+    assert caps == [checkpoint.config.attn_logit_softcapping] * checkpoint.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("model_type", drawn(["mistral", "gemma2", "gpt_oss"], 2 / 3))
 def test_pieces_of_prompts_that_end_anywhere_in_a_window_are_right(model_type: str, tmp_path: Path) -> None:
     """Steps of few tokens of several sequences; all of Mistral's layers have windows, so its blocks are released."""

@@ -47,7 +47,12 @@ static Size blockIdx;
 static float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
-static unsigned long __cvta_generic_to_shared(const void *x) { return (unsigned long)x; }
+static unsigned long above_32_bits;  // of the addresses of shared memory, which kernels keep in 32 bits
+static unsigned long __cvta_generic_to_shared(const void *x) {
+    above_32_bits = (unsigned long)x >> 32 << 32;
+    return (unsigned long)x;
+}
+static void *__cvta_shared_to_generic(unsigned long x) { return (void *)(above_32_bits | (unsigned)x); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }

@@ -173,7 +173,7 @@ class Phases:
             q, new_keys = turned.slice(1, 0, heads), turned.slice(1, heads, heads + kv_heads)
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=2, checked=1)
         inputs = [q, k, v, mask.expand((1, heads, queries, keys))]
-        self.call("attention_kernel", inputs, [out], scale=scale, causal=0, has_mask=1)
+        self.call("attention_kernel", inputs, [out], scale=scale, causal=0, soft_cap=0.0, has_mask=1)
         by_view = [self.expected[view.buffer] for view in (q, new_keys)]
         rotated = by_view if normed else np.split(by_view[0], [heads], 1)
         new = {"k": rotated[1], "v": d["values"]}

@@ -328,6 +328,12 @@ struct State {
             }
         }
         own_team.add_up(scores);
+#where soft_cap
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            scores[i / 4][i % 4] = param::soft_cap * tanhf(scores[i / 4][i % 4] * (1.0f / param::soft_cap));
+        }
+#end
     }
 
     __device__ __forceinline__ Weights weigh_scores(float (&scores)[2][4]) {

@@ -9,12 +9,6 @@ constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
 static_assert(8 * value_tiles >= value_width);
 constexpr float log2_e = 1.44269504f;
 
-__device__ __forceinline__ float power_of_2(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
-
 constexpr int problems = int(K::size(0)) * kv_heads;
 
 // The pair of a batch and a KV head, and the rows there, of a block's item of work. The last rows have the most keys where
@@ -82,7 +76,19 @@ struct Rows {
         float (&scores)[key_groups][4], const Problem &problem, int first_row, int first_key, bool is_biased
     ) {
         const int lane = threadIdx.x % WARP;
-        const bool plain = !is_biased && param::scale > 0.0f;
+#where soft_cap
+        constexpr float scale = 1.0f;
+#pragma unroll
+        for (int group = 0; group < key_groups; group++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[group][i] = param::soft_cap * tanhf(scores[group][i] * (param::scale / param::soft_cap));
+            }
+        }
+#elsewhere
+        constexpr float scale = param::scale;
+#end
+        const bool plain = !is_biased && scale > 0.0f;
         if (!plain) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -94,12 +100,12 @@ struct Rows {
                     for (int i = 0; i < 2; i++) {
                         float &score = scores[group][2 * half + i];
                         // -inf even where an excluded key made the score NaN.
-                        score = bias[i] == -INFINITY_F ? -INFINITY_F : score * param::scale + bias[i];
+                        score = bias[i] == -INFINITY_F ? -INFINITY_F : score * scale + bias[i];
                     }
                 }
             }
         }
-        const float unit = plain ? param::scale : 1.0f;
+        const float unit = plain ? scale : 1.0f;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float greatest = scores[0][2 * half];
@@ -110,7 +116,7 @@ struct Rows {
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 1));
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 2));
             greatest = fmaxf(greatest * unit, largest[half]);
-            shrink[half] = power_of_2((largest[half] - greatest) * log2_e);
+            shrink[half] = near_exp2((largest[half] - greatest) * log2_e);
             largest[half] = greatest;
             total[half] *= shrink[half];
         }
@@ -120,7 +126,7 @@ struct Rows {
             for (int group = 0; group < key_groups; group++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    scores[group][i] = power_of_2(fmaf(scores[group][i], param::scale * log2_e, -top[i / 2]));
+                    scores[group][i] = near_exp2(fmaf(scores[group][i], scale * log2_e, -top[i / 2]));
                 }
             }
         } else {
@@ -129,7 +135,7 @@ struct Rows {
             for (int group = 0; group < key_groups; group++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    scores[group][i] = power_of_2((scores[group][i] - largest[i / 2]) * log2_e);
+                    scores[group][i] = near_exp2((scores[group][i] - largest[i / 2]) * log2_e);
                 }
             }
         }

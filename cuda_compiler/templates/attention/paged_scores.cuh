@@ -29,12 +29,6 @@ __device__ __forceinline__ Weights weigh_keys(
 ) {
     float scores[2][4];
     state.multiply_keys(words, scores);
-#where soft_cap
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        scores[i / 4][i % 4] = param::soft_cap * tanhf(scores[i / 4][i % 4] * (1.0f / param::soft_cap));
-    }
-#end
 #where window
     const bool all_begin_before = first_key >= problem.first_seen(problem.count * sharing - 1);
     if (first_key + block_keys > problem.reach(0) || !all_begin_before) {  // else all rows attend to all of them

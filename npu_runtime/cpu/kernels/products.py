@@ -70,7 +70,7 @@ def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 @cpu_kernel("attention_kernel")
 def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
-    scores = _scores(inputs[0], inputs[1], params["scale"])
+    scores = _capped(_scores(inputs[0], inputs[1], params["scale"]), params["soft_cap"])
     if len(inputs) > 3:
         mask = inputs[3]
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
@@ -91,6 +91,12 @@ def _scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     return scaled
 
 
+def _capped(scores: np.ndarray, soft_cap: float) -> np.ndarray:
+    """Scores s as c · tanh(s / c) if there is a soft cap c above 0."""
+    cap = np.float32(soft_cap)
+    return cap * np.tanh(scores / cap) if soft_cap else scores
+
+
 def _weighted(weights: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Sums [B, H, T, Dv] of values [B, KV, S, Dv] with weights [B, H, T, S]."""
     batch, heads, queries, keys = weights.shape
@@ -104,7 +110,7 @@ def _weighted(weights: np.ndarray, v: np.ndarray) -> np.ndarray:
 def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Attention of tokens to the rows of a pool of keys and values that their sequences' tables name."""
     q, k, v, tables, sequences, positions, *sinks = inputs
-    block, window, soft_cap = params["block_size"], params["window"], np.float32(params["soft_cap"])
+    block, window = params["block_size"], params["window"]
     sequences = np.clip(sequences, 0, len(tables) - 1)
     positions = np.clip(positions, 0, tables.shape[1] * block - 1)
     for sequence in np.unique(sequences):
@@ -116,8 +122,8 @@ def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
         seen = places <= positions[tokens, None]
         if window:
             seen &= places > positions[tokens, None] - window
-        scores = _scores(own_q, own_k, params["scale"])
-        scores = np.where(seen, soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores, np.float32(-np.inf))
+        scores = _capped(_scores(own_q, own_k, params["scale"]), params["soft_cap"])
+        scores = np.where(seen, scores, np.float32(-np.inf))
         for sink in sinks:
             beside = np.broadcast_to(as_float32(sink)[:, None, None], (*scores.shape[:3], 1))
             scores = np.concatenate([scores, beside], -1)

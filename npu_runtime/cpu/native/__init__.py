@@ -3,7 +3,14 @@
 from npu_runtime.cpu.native.attention.attention import QuantizedCache, attention, paged_attention, quantized_index_copy
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
-from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair, index_select
+from npu_runtime.cpu.native.movement.movement import (
+    copy,
+    embedding,
+    gather,
+    index_copy,
+    index_copy_pair,
+    index_select,
+)
 from npu_runtime.cpu.native.products.linear import (
     PackedExperts,
     PackedWeight,
@@ -23,10 +30,12 @@ from npu_runtime.cpu.native.quantized.quantized import (
     quantized_gated_linear,
     quantized_linear,
 )
-from npu_runtime.cpu.native.rows.elementwise import elementwise, place_of_extreme
+from npu_runtime.cpu.native.rows.elementwise import elementwise
 from npu_runtime.cpu.native.rows.norm import layer_norm, rms_norm, softmax
+from npu_runtime.cpu.native.rows.order import argsort, place_of_extreme
 from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, mul
 from npu_runtime.cpu.native.rows.rope import rope
+from npu_runtime.cpu.native.rows.sums import sum_last
 
 __all__ = [
     "NativeLaunch",
@@ -38,6 +47,7 @@ __all__ = [
     "activation",
     "activation_mul",
     "add",
+    "argsort",
     "attention",
     "available",
     "cast",
@@ -47,6 +57,7 @@ __all__ = [
     "expert_linear",
     "failure_reason",
     "gated_linear",
+    "gather",
     "index_copy",
     "index_copy_pair",
     "index_select",
@@ -68,4 +79,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "softmax",
+    "sum_last",
 ]

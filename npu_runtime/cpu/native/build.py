@@ -70,7 +70,7 @@ _UNITS = (
     ("pool2d", "conv_depthwise", "pointwise"),
     ("conv_winograd", "gemm", "pool", "runtime"),
     ("linear", "norm", "conv", "conv_epilogue", "matmul"),
-    ("attention", "rope", "movement", "kv_cache"),
+    ("attention", "rope", "movement", "kv_cache", "order", "sums"),
     ("conv_integer", "conv_integer_depthwise", "integer_finish", "integer_maps"),
     ("conv_integer_winograd", "conv_integer_columns", "integer_gemm"),
     ("quantized", "quantized_panels", "quantized_bytes"),

@@ -142,9 +142,8 @@ def _matmul(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("attention_kernel")
 def _attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, v, *mask = call.inputs
-    return native.attention(
-        q, k, v, mask[0] if mask else None, bool(call.params["causal"]), call.params["scale"], call.out
-    )
+    causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, soft_cap=soft_cap)
 
 
 @_accelerates("paged_attention_kernel")
@@ -159,8 +158,8 @@ def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
 def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, k_scales, v, v_scales, *mask = call.inputs
     quantized = native.QuantizedCache(call.params["format"], k_scales, v_scales)
-    causal, scale = bool(call.params["causal"]), call.params["scale"]
-    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized)
+    causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized, soft_cap)
 
 
 @_accelerates("quantized_index_copy_kernel")
@@ -221,6 +220,22 @@ def _index_select(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("argmax_kernel", "argmin_kernel")
 def _place_of_extreme(call: ArrayCall) -> NativeLaunch | None:
     return native.place_of_extreme(call.inputs[0], call.out, call.name == "argmin_kernel")
+
+
+@_accelerates("gather_kernel")
+def _gather(call: ArrayCall) -> NativeLaunch | None:
+    source, index = call.inputs
+    return native.gather(source, call.params["dim"], index, call.out)
+
+
+@_accelerates("argsort_kernel")
+def _argsort(call: ArrayCall) -> NativeLaunch | None:
+    return native.argsort(call.inputs[0], call.out, bool(call.params["descending"]))
+
+
+@_accelerates("sum_kernel")
+def _sum(call: ArrayCall) -> NativeLaunch | None:
+    return native.sum_last(call.inputs[0], call.params["reduce_dims"], call.out)
 
 
 @_accelerates("copy")

@@ -23,5 +23,6 @@ def _numbered(*names: str) -> dict[str, int]:
 ACTIVATIONS = _numbered("none", *elementwise.ACTIVATIONS)  # `Activation` in activation.h
 CODES = _numbered(*KERNEL_CODES)  # `Codes` in quantized.h
 OFFSET_KINDS = _numbered(*OFFSETS)  # `Offsets` in quantized.h
-ELEMENTWISE = _numbered(*"copy add sub mul abs neg eq ne lt le gt ge where cos sin".split())  # `Op` in elementwise.cpp
+# `Op` in elementwise.cpp
+ELEMENTWISE = _numbered(*"copy add sub mul abs neg eq ne lt le gt ge where cos sin true_divide".split())
 ROUNDING = _numbered("none", *ROW_FORMATS)  # `RowFormat` in row_rounding.h

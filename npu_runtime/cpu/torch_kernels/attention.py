@@ -15,6 +15,9 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     mask = rest[0] if rest else None
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
+    if soft_cap := params["soft_cap"]:
+        outputs[0].copy_(_capped_attention(q.float(), k.float(), v.float(), mask, params, soft_cap))
+        return
     result = F.scaled_dot_product_attention(
         q.float(),
         k.float(),
@@ -25,6 +28,25 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
         enable_gqa=k.shape[1] != q.shape[1],
     )
     outputs[0].copy_(result)
+
+
+def _capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, params: Params, soft_cap: float
+) -> torch.Tensor:
+    """Attention whose scores have a soft cap; a query that attends to no key gets zeros."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = _capped(q @ k.transpose(2, 3) * params["scale"], soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if params["causal"]:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    return weights @ v
+
+
+def _capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """Scores s as c · tanh(s / c) if there is a soft cap c above 0."""
+    return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
 
 
 def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
@@ -67,9 +89,7 @@ def _attended(
     if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = q @ k.transpose(1, 2) * scale
-    scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = _capped(q @ k.transpose(1, 2) * scale, soft_cap).masked_fill(~mask, -torch.inf)
     if sinks is None:
         return torch.softmax(scores, -1) @ v
     beside = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)

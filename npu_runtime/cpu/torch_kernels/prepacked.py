@@ -306,7 +306,7 @@ def unprepared(call: TensorCall) -> Launch | None:
 def half_attention(call: TensorCall) -> Launch | None:
     q, k, v, *rest = call.inputs
     mask, out = (rest[0] if rest else None), call.out
-    if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES:
+    if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES or call.params["soft_cap"]:
         return None
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
         return None

@@ -24,6 +24,7 @@ def attention(
     dtype: str = "compute",
     inputs: tuple[T, T, T] | None = None,
     scale: float | None = None,
+    soft_cap: float = 0.0,
     atol: float = 1e-4,
 ) -> Case:
     """`heads`: of queries, of keys and values. The output lies in memory as [batch, query, head, width]."""
@@ -35,7 +36,8 @@ def attention(
         T((batch, shared, keys, values), dtype),
     )
     out = T((batch, own, queries, values), strides=(queries * own * values, values, own * values, 1))
-    params = {"scale": scale or width**-0.5, "causal": int(causal), "has_mask": int(mask is not None)}
+    params = {"scale": scale or width**-0.5, "causal": int(causal), "soft_cap": soft_cap}
+    params["has_mask"] = int(mask is not None)
     return Case("attention_kernel", name, [q, k, v, *([mask] if mask else [])], [out], params, atol=atol)
 
 
@@ -247,6 +249,11 @@ CASES = [
     attention("wide-queries-only", 9, 6, 132, value_width=16, causal=True),
     attention("wide-not-of-four", 1, 5, 261),
     attention("wide-512", 2, 6, 512, heads=(1, 1)),
+    attention("soft-cap", 2, 41, 64, heads=(4, 2), soft_cap=0.5, mask=mask(1, 4, 2, 41, "bool")),
+    attention("wide-soft-cap", 1, 37, 160, soft_cap=1.5),
+    attention("odd-soft-cap", 2, 20, 13, soft_cap=0.5, mask=mask(1, 2, 2, 20, "float32")),
+    attention("tile-soft-cap", 37, 70, 64, heads=(4, 2), soft_cap=0.5, causal=True),
+    attention("tile-soft-cap-float-mask", 9, 40, 16, soft_cap=1.5, mask=mask(1, 2, 9, 40, "compute")),
     attention("tile", 32, 32, 32),
     attention("tile-begun", 9, 33, 16, mask=mask(1, 2, 9, 33, "bool")),
     attention("tile-float-mask", 9, 40, 16, mask=mask(1, 2, 9, 40, "compute")),

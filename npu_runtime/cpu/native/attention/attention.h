@@ -12,6 +12,7 @@ struct AttentionOperands {
   MaskKind mask_kind;
   int64_t causal;
   float scale;
+  float soft_cap;  // c: scores s become c tanh(s / c); 0: they stay as they are
   // Additive masks spell "do not attend" as -inf or as their type's lowest value, and a key is not even read when its
   // mask is at or below this floor. A row of nothing but such keys is computed with what the mask says, as softmax
   // defines it; only -inf then means no weight, and a row without any weight is zero, as in torch.
@@ -27,7 +28,6 @@ struct AttentionOperands {
 struct AttentionArgs : AttentionOperands {
   int64_t first_query = 0;         // the key beside which query 0 stands
   int64_t window = 0;              // number of keys that a query sees if `causal`, its own among them; 0: all
-  float soft_cap = 0;              // c: scores s become c tanh(s / c); 0: they stay as they are
   View sinks{};                    // [1, 1, 1, H]: one more score of each head's softmax, of no key; no data: none
   const int32_t* table = nullptr;  // key i is row i % block_size of block table[i / block_size]
   int64_t block_size = 0, blocks = 0;

@@ -29,6 +29,7 @@ class _AttentionArgs(ArgumentBlock):
         ("mask_kind", ctypes.c_int64),
         ("causal", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
         ("mask_floor", ctypes.c_float),
         ("format", ctypes.c_int64),
         ("k_scales", View),
@@ -80,6 +81,7 @@ def attention(
     scale: float,
     out: np.ndarray,
     quantized: QuantizedCache | None = None,
+    soft_cap: float = 0.0,
 ) -> NativeLaunch | None:
     """Prepare out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
 
@@ -89,6 +91,7 @@ def attention(
 
     Args:
         quantized: Format and scales of k and v if they are codes; None if they are floats.
+        soft_cap: Bound c of the scaled scores s, which become c · tanh(s / c) before the mask. 0: none.
     """
     if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None
@@ -122,6 +125,7 @@ def attention(
         kind,
         causal,
         scale,
+        soft_cap,
         floor,
         ROUNDING["none" if quantized is None else quantized.format],
         operand(None if quantized is None else quantized.k_scales),

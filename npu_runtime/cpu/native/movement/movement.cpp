@@ -1,4 +1,4 @@
-// Kernels that move elements without looking at them: strided copies, embedding rows and indexed writes.
+// Kernels that move elements without looking at them: strided copies, embedding rows, indexed reads and writes.
 #include <stdexcept>
 #include <string>
 
@@ -153,9 +153,37 @@ void copy_indexed_pair(const IndexedPairArgs& a) {
   copy_indexed(a.second);
 }
 
+// Element (i, j, k, l) of `out` is that of `x` at the same place, moved by as many `step`s as the index there says. Strides
+// and steps count bytes.
+struct GatherArgs {
+  const char *x, *index;
+  char* out;
+  int64_t item_size, index_size, limit, step;
+  int64_t size[4], x_stride[4], index_stride[4], out_stride[4];
+};
+
+NPU_INLINE int64_t gathered_index(const GatherArgs& a, const char* index) {
+  const int64_t number = a.index_size == 8 ? load_bits<int64_t>(index) : load_bits<int32_t>(index);
+  if (number >= 0 && number < a.limit) return number;
+  throw std::out_of_range("index " + std::to_string(number) + " is out of range for " + std::to_string(a.limit) + " rows");
+}
+
+void gather_elements(const GatherArgs& a) {
+  for_runs(a.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
+    const auto row = [&](const int64_t* stride) { return i * stride[0] + j * stride[1] + k * stride[2]; };
+    const char *x = a.x + row(a.x_stride), *index = a.index + row(a.index_stride);
+    char* out = a.out + row(a.out_stride);
+    for (int64_t l = begin; l < end; ++l) {
+      const char* from = x + l * a.x_stride[3] + gathered_index(a, index + l * a.index_stride[3]) * a.step;
+      std::memcpy(out + l * a.out_stride[3], from, a.item_size);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace npu
 
 NPU_KERNEL(copy, npu::CopyArgs, npu::copy)
+NPU_KERNEL(gather, npu::GatherArgs, npu::gather_elements)
 NPU_KERNEL(copy_indexed, npu::IndexedArgs, npu::copy_indexed)
 NPU_KERNEL(copy_indexed_pair, npu::IndexedPairArgs, npu::copy_indexed_pair)

@@ -1,4 +1,4 @@
-"""Kernels that move elements: strided copies, embedding rows and indexed writes."""
+"""Kernels that move elements: strided copies, embedding rows, indexed reads and writes."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ class _IndexedArgs(ArgumentBlock):
         yield _in_bytes("rows", self.rows, self.bytes, self.size, self.row_stride)
         yield _in_bytes("indexed", self.indexed, self.bytes, (*self.size[:2], self.limit), self.indexed_stride)
         yield packed("index", self.index, self.size[2] * self.index_size)
+
+
+class _GatherArgs(ArgumentBlock):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("item_size", ctypes.c_int64),
+        ("index_size", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("size", ctypes.c_int64 * 4),
+        ("x_stride", ctypes.c_int64 * 4),
+        ("index_stride", ctypes.c_int64 * 4),
+        ("out_stride", ctypes.c_int64 * 4),
+    ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield _in_bytes("x", self.x, self.item_size, (*self.size, self.limit), (*self.x_stride, self.step))
+        yield _in_bytes("index", self.index, self.index_size, self.size, self.index_stride)
+        yield _in_bytes("out", self.out, self.item_size, self.size, self.out_stride)
 
 
 def _in_bytes(operand: str, start: int | None, last: int, sizes: Sequence[int], strides: Sequence[int]) -> Extent:
@@ -163,6 +184,34 @@ def index_select(source: np.ndarray, dim: int, index: np.ndarray, out: np.ndarra
     """
     args = _along(dim, index, source, out, False, False)
     return None if args is None else launch("copy_indexed", args, index, source, out)
+
+
+def gather(x: np.ndarray, dim: int, index: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """Prepare out = x.gather(dim, index) for an int32 or int64 index; None without a native kernel for the operands.
+
+    An index out of range is a `DeviceError`.
+    """
+    if not available() or index.dtype not in _INDEX_DTYPES or x.dtype != out.dtype or out.size == 0:
+        return None
+    if x.ndim != index.ndim or out.shape != index.shape:
+        return None
+    dim %= x.ndim
+    step = x.strides[dim]
+    x_strides = [0 if d == dim else stride for d, stride in enumerate(x.strides)]
+    size, strides = collapse(index.shape, x_strides, index.strides, out.strides)
+    if len(size) > 4:
+        return None
+    lead = 4 - len(size)
+    args = _GatherArgs(
+        *map(address, (x, index, out)),
+        x.itemsize,
+        index.itemsize,
+        x.shape[dim],
+        step,
+        (*[1] * lead, *size),
+        *((*[0] * lead, *stride) for stride in strides),
+    )
+    return launch("gather", args, x, index, out)
 
 
 def _along(

@@ -79,46 +79,51 @@ bool reads_in_place(const LinearArgs& a) {
   return std::is_same_v<typename Step<W>::X, W> && a.k % Step<W>::kWidth == 0;
 }
 
-// The packed form of x: x itself where that already is one.
+// Packs up to kMaxRows rows of x, from row `begin` on.
+template <class W>
+void pack_x(const LinearArgs& a, int64_t begin, int64_t rows, typename Step<W>::X* packed) {
+  const W* x = reinterpret_cast<const W*>(a.x.data) + begin * a.x.stride[2];
+  if (rows == 1 && Step<W>::kWidth == 1) {
+    for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
+    return;
+  }
+  const W* row[kMaxRows];
+  for (int64_t r = 0; r < rows; ++r) row[r] = x + r * a.x.stride[2];
+  pack_rows(row, rows, rows, a.k, packed);
+}
+
+// The packed form of x.
 template <class W>
 const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks, int64_t steps) {
   using X = typename Step<W>::X;
   constexpr int kWidth = Step<W>::kWidth;
-  const W* x = reinterpret_cast<const W*>(a.x.data);
-  if constexpr (std::is_same_v<X, W>) {
-    if (blocks.rows == 1 && a.k == steps * kWidth) return x;
-  }
   X* packed = shared_scratch().get<X>(blocks.packed_begin(blocks.count, steps) * kWidth * sizeof(X));
-  if (blocks.rows == 1 && kWidth == 1) {
-    for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
-    return packed;
-  }
   const int64_t grain = std::max<int64_t>(1, 32768 / (kMaxRows * a.k));
   parallel_for(blocks.count, grain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t b = begin; b < end; ++b) {
-      const W* first = x + blocks.begin(b) * a.x.stride[2];
-      const W* row[kMaxRows];
-      for (int64_t r = 0; r < blocks.size(b); ++r) row[r] = first + r * a.x.stride[2];
-      pack_rows(row, blocks.size(b), blocks.size(b), a.k, packed + blocks.packed_begin(b, steps) * kWidth);
-    }
+    for (int64_t b = begin; b < end; ++b)
+      pack_x<W>(a, blocks.begin(b), blocks.size(b), packed + blocks.packed_begin(b, steps) * kWidth);
   });
   return packed;
 }
 
-// Up to kMaxRows rows: every panel is read exactly once, from memory.
+// Up to kMaxRows rows in each product.
 template <class W>
-void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows, int64_t steps) {
-  const W* weight = static_cast<const W*>(a.weight);
-  const int64_t panels = divide_up(a.n, kPanel), panel_size = steps * Step<W>::kWidth * kPanel;
-  const Finish finish = finish_for(a);
-  const int64_t grain = stream_grain(panels, panel_size * int64_t(sizeof(W)));
-  parallel_for(panels, grain, [&](int64_t begin, int64_t end, int) {
-    alignas(64) float tile[kMaxRows * kPanel];
-    for (int64_t p = begin; p < end; ++p) {
-      multiply<W>(rows, x, weight + p * panel_size, steps, {tile}, {});
-      finish(a, tile, 0, rows, p * kPanel);
-    }
+void run_streams(Products products, int64_t steps) {
+  using X = typename Step<W>::X;
+  constexpr int kWidth = Step<W>::kWidth;
+  const int64_t k = products.front().k;
+  const auto stream = [&](const auto& x_of) {
+    stream_panels(products, steps * kWidth * kPanel * sizeof(W), [&](int64_t i, const char* panel, float* sums) {
+      multiply<W>(products[i].x.size[2], x_of(i), reinterpret_cast<const W*>(panel), steps, {sums}, {});
+    });
+  };
+  // A row of whole steps is packed already.
+  if (std::is_same_v<X, W> && k == steps * kWidth && most_rows(products) == 1)
+    return stream([&](int64_t i) { return reinterpret_cast<const X*>(products[i].x.data); });
+  char** packed = pack_products(products, (steps + kLanes) * kWidth * sizeof(X), [&](const LinearArgs& a, char* memory) {
+    pack_x<W>(a, 0, a.x.size[2], reinterpret_cast<X*>(memory));
   });
+  stream([&](int64_t i) { return reinterpret_cast<const X*>(packed[i]); });
 }
 
 // Many rows: a task is one panel and a range of row blocks. `packed` is null where x is read in place.
@@ -186,10 +191,17 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
 
 }  // namespace
 
-void linear(const LinearArgs& a) {
+void linear(Products products) {
+  const bool are_few = most_rows(products) <= kMaxRows;
+  if (!are_few && products.size() > 1) {
+    for (const LinearArgs& a : products) linear(a);
+    return;
+  }
+  const LinearArgs& a = products.front();
   with_type(a.x.dtype, [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
     const int64_t steps = divide_up(a.k, Step<W>::kWidth);
+    if (are_few) return run_streams<W>(products, steps);
     if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
       if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) {
         const W* weight = static_cast<const W*>(a.weight);
@@ -197,21 +209,24 @@ void linear(const LinearArgs& a) {
       }
     }
     const RowBlocks blocks(a.x.size[2]);
-    if (blocks.count == 1) return run_stream<W>(a, packed_x<W>(a, blocks, steps), blocks.rows, steps);
     run_blocked<W>(a, reads_in_place<W>(a) ? nullptr : packed_x<W>(a, blocks, steps), blocks, steps);
   });
 }
 
 namespace {
 
-void gated_linear(const LinearArgs& a) { run_gated(a, linear); }
+void gated_linear(const LinearArgs& a) {
+  run_gated(a, [](const LinearArgs& product) { linear(product); });
+}
 
 struct ExpertArgs {
   LinearArgs linear;
   Routing routing;
 };
 
-void expert_linear(const ExpertArgs& a) { run_experts(a.linear, a.routing, linear); }
+void expert_linear(const ExpertArgs& a) {
+  run_experts(a.linear, a.routing, [](Products products) { linear(products); });
+}
 
 struct PackArgs {
   View weight;

@@ -54,18 +54,19 @@ void run_panels(const QuantizedLinearArgs& q, const RowBlocks& rows, int64_t sli
   });
 }
 
-// So few rows that every panel is read exactly once, from memory, and its codes stay in registers. multiply(panel, sums)
-// is the rows' product with a panel.
-template <class Multiply>
-void run_stream(const LinearArgs& a, const QuantizedFormat& f, const Multiply& multiply) {
-  const int64_t panels = divide_up(a.n, kPanel), panel_bytes = f.panel_bytes();
-  const Finish finish = finish_for(a);
-  parallel_for(panels, stream_grain(panels, panel_bytes), [&](int64_t begin, int64_t end, int) {
-    alignas(64) float sums[kMaxStreamRows * kPanel];
-    for (int64_t p = begin; p < end; ++p) {
-      multiply(static_cast<const char*>(a.weight) + p * panel_bytes, sums);
-      finish(a, sums, 0, a.x.size[2], p * kPanel);
-    }
+// Where row `row` of x begins.
+const char* x_row(const LinearArgs& a, int64_t row) { return a.x.data + row * a.x.stride[2] * item_size(a.x.dtype); }
+
+// Up to kMaxStreamRows rows in each product, with codes that stay in registers.
+void stream_integers(Products products, const QuantizedFormat& f) {
+  static_assert(kMaxStreamRows <= kMaxRows);
+  char** packed = pack_products(products, IntegerRows::bytes(f, 1), [&](const LinearArgs& a, char* memory) {
+    const int64_t rows = a.x.size[2];
+    for (int64_t r = 0; r < rows; ++r) make_integers(f, x_row(a, r), a.x.dtype, rows, r, IntegerRows(f, rows, memory));
+  });
+  stream_panels(products, f.panel_bytes(), [&](int64_t i, const char* panel, float* sums) {
+    const int64_t rows = products[i].x.size[2];
+    stream_rows(f, rows, IntegerRows(f, rows, packed[i]), panel, sums);
   });
 }
 
@@ -74,15 +75,10 @@ void run_integers(const QuantizedLinearArgs& q) {
   const QuantizedFormat& f = q.format;
   const RowBlocks rows(a.x.size[2], kMaxIntegerRows);
   IntegerRows x(f, rows.rows, shared_scratch().get<char>(IntegerRows::bytes(f, rows.rows)));
-  const int64_t row_bytes = a.x.stride[2] * item_size(a.x.dtype);
   for_rows(rows.count, kMaxIntegerRows * a.k, [&](int64_t b) {
-    for (int64_t r = 0; r < rows.size(b); ++r) {
-      const char* row = a.x.data + (rows.begin(b) + r) * row_bytes;
-      make_integers(f, row, a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
-    }
+    for (int64_t r = 0; r < rows.size(b); ++r)
+      make_integers(f, x_row(a, rows.begin(b) + r), a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
   });
-  if (rows.rows <= kMaxStreamRows)
-    return run_stream(a, f, [&](const char* panel, float* sums) { stream_rows(f, rows.rows, x, panel, sums); });
   const int64_t slice = slice_blocks(f, IntegerPanel::bytes(f, 1));
   run_panels(
       q, rows, slice, IntegerPanel::bytes(f, slice),
@@ -138,6 +134,25 @@ void run_quantized_tiles(const QuantizedLinearArgs& q) {
   });
 }
 
+// Rows of x rounded to bytes, one in each product, times codes as bytes.
+void stream_bytes(Products products, const QuantizedFormat& f) {
+  // The scale of a row stands before its bytes.
+  const int64_t count = std::ssize(products), scale_bytes = 64;
+  const int64_t row_bytes = scale_bytes + round_up(ByteRows::bytes(f, 1), 64);
+  char** packed = pack_products(products, row_bytes, [&](const LinearArgs& a, char* memory) {
+    const ByteRows x(f, 1, memory + scale_bytes);
+    *reinterpret_cast<float*>(memory) = make_bytes(f, a.x.data, a.x.dtype, 1, 0, x);
+  });
+  LinearArgs* scaled = operand_scratch().get<LinearArgs>(count * sizeof(LinearArgs));
+  for (int64_t i = 0; i < count; ++i) {
+    scaled[i] = products[i];
+    scaled[i].row_scales = reinterpret_cast<const float*>(packed[i]);
+  }
+  stream_panels(Products(scaled, count), f.panel_bytes(), [&](int64_t i, const char* panel, float* sums) {
+    multiply_bytes(f, 1, ByteRows(f, 1, packed[i] + scale_bytes), panel, sums);
+  });
+}
+
 // Rows of x rounded to bytes, times codes as bytes.
 void run_bytes(const QuantizedLinearArgs& q) {
   const QuantizedFormat& f = q.format;
@@ -147,14 +162,11 @@ void run_bytes(const QuantizedLinearArgs& q) {
   char* memory = shared_scratch().get<char>(scale_bytes + ByteRows::bytes(f, rows.rows));
   float* scales = reinterpret_cast<float*>(memory);
   const ByteRows x(f, rows.rows, memory + scale_bytes);
-  const int64_t row_bytes = a.x.stride[2] * item_size(a.x.dtype);
   for_rows(rows.count, kMaxByteRows * a.k, [&](int64_t b) {
     for (int64_t r = 0, row = rows.begin(b); r < rows.size(b); ++r, ++row)
-      scales[row] = make_bytes(f, a.x.data + row * row_bytes, a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
+      scales[row] = make_bytes(f, x_row(a, row), a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
   });
   a.row_scales = scales;
-  if (rows.rows == 1)
-    return run_stream(a, f, [&](const char* panel, float* sums) { multiply_bytes(f, 1, x, panel, sums); });
   run_panels(
       {a, f, q.activations}, rows, f.blocks(), 0,
       [](const char* panel, int64_t, int64_t, char*) { return panel; },
@@ -163,20 +175,20 @@ void run_bytes(const QuantizedLinearArgs& q) {
       });
 }
 
-void exact_linear(const QuantizedLinearArgs& q);
+void exact_linear(Products products, const QuantizedFormat& f);
 
 // Rows of x rounded, as the numbers that their codes stand for, times anything.
 template <class Number>
 void run_rounded(const QuantizedLinearArgs& q) {
   LinearArgs a = q.linear;
   const int64_t rows = a.x.size[2], pitch = round_up(a.k, kLanes);
-  const int64_t scale_bytes = round_up(rows * sizeof(float), 64), row_bytes = a.x.stride[2] * item_size(a.x.dtype);
+  const int64_t scale_bytes = round_up(rows * sizeof(float), 64);
   char* memory = operand_scratch().get<char>(scale_bytes + rows * pitch * sizeof(Number));
   float* scales = reinterpret_cast<float*>(memory);
   Number* numbers = reinterpret_cast<Number*>(memory + scale_bytes);
   for_rows(rows, a.k, [&](int64_t row) {
     with_type(a.x.dtype, [&](auto* type) {
-      const auto* x = reinterpret_cast<decltype(type)>(a.x.data + row * row_bytes);
+      const auto* x = reinterpret_cast<const std::remove_pointer_t<decltype(type)>*>(x_row(a, row));
       const RowScale scaling = row_scale(x, a.k, q.activations);
       scales[row] = scaling.scale;
       for (int64_t k = 0; k < a.k; k += kLanes)
@@ -187,28 +199,39 @@ void run_rounded(const QuantizedLinearArgs& q) {
   a.x.data = reinterpret_cast<char*>(numbers);
   a.x.dtype = std::is_same_v<Number, float> ? Dtype::f32 : Dtype::bf16;
   a.x.stride[2] = pitch;
-  exact_linear({a, q.format, RowFormat::none});
+  exact_linear(Products(&a, 1), q.format);
 }
 
-void quantized_linear(const QuantizedLinearArgs& q) {
-  const bool bytes = are_integers(q.format.codes) && q.format.group <= kMaxByteGroup;
-  if (q.activations == RowFormat::none) exact_linear(q);
-  else if (q.activations == RowFormat::int8 && bytes) run_bytes(q);
+void run_products(Products products, const QuantizedFormat& f, RowFormat activations) {
+  const bool bytes = are_integers(f.codes) && f.group <= kMaxByteGroup && activations == RowFormat::int8;
+  if (activations == RowFormat::none) return exact_linear(products, f);
+  if (bytes && most_rows(products) == 1) return stream_bytes(products, f);
+  if (products.size() > 1) {
+    for (const LinearArgs& a : products) run_products(Products(&a, 1), f, activations);
+    return;
+  }
+  const QuantizedLinearArgs q{products.front(), f, activations};
+  if (bytes) run_bytes(q);
   else if (q.linear.x.dtype == Dtype::f32) run_rounded<float>(q);
   else run_rounded<bf16>(q);
 }
 
 // Without rounding rows to bytes.
-void exact_linear(const QuantizedLinearArgs& q) {
-  const LinearArgs& a = q.linear;
-  const QuantizedFormat& f = q.format;
+void exact_linear(Products products, const QuantizedFormat& f) {
+  const LinearArgs& a = products.front();
+  const bool integers = are_integers(f.codes) && a.x.dtype != Dtype::f32;
+  if (integers && most_rows(products) <= (kHasIntegerPairs ? kMaxStreamRows : 1)) return stream_integers(products, f);
+  if (products.size() > 1) {
+    for (const LinearArgs& each : products) exact_linear(Products(&each, 1), f);
+    return;
+  }
+  const QuantizedLinearArgs q{a, f, RowFormat::none};
   const RowBlocks rows(a.x.size[2]);
   if constexpr (kHasTiles) {
     const bool fits = a.x.dtype == Dtype::bf16 && rows.rows >= kTileRows && a.k % (2 * kTileSteps) == 0;
     if (fits && f.group % 2 == 0 && tiles_allowed()) return run_quantized_tiles(q);
   }
-  const bool integers = are_integers(f.codes) && a.x.dtype != Dtype::f32;
-  if (integers && (kHasIntegerPairs || rows.rows == 1)) return run_integers(q);
+  if (integers && kHasIntegerPairs) return run_integers(q);
   with_type(a.x.dtype, [&](auto* type) {
     using From = std::remove_pointer_t<decltype(type)>;
     if constexpr (kHasPairs && std::is_same_v<From, bf16>) {
@@ -218,8 +241,12 @@ void exact_linear(const QuantizedLinearArgs& q) {
   });
 }
 
+void quantized_linear(const QuantizedLinearArgs& q) {
+  run_products(Products(&q.linear, 1), q.format, q.activations);
+}
+
 void quantized_gated_linear(const QuantizedLinearArgs& q) {
-  run_gated(q.linear, [&](const LinearArgs& product) { quantized_linear({product, q.format, q.activations}); });
+  run_gated(q.linear, [&](const LinearArgs& a) { run_products(Products(&a, 1), q.format, q.activations); });
 }
 
 struct QuantizedExpertArgs {
@@ -229,7 +256,7 @@ struct QuantizedExpertArgs {
 
 void quantized_expert_linear(const QuantizedExpertArgs& a) {
   const QuantizedLinearArgs& q = a.product;
-  run_experts(q.linear, a.routing, [&](const LinearArgs& rows) { quantized_linear({rows, q.format, q.activations}); });
+  run_experts(q.linear, a.routing, [&](Products products) { run_products(products, q.format, q.activations); });
 }
 
 struct QuantizedPackArgs {

@@ -1,5 +1,5 @@
-// Element-wise ops that the vectors of pointwise.cpp are not for: over int32 and booleans, comparisons, selections, and
-// sine and cosine. They come as calls over few elements (positions, masks, tokens) between large ones.
+// Element-wise ops that the vectors of pointwise.cpp are not for: over int32 and booleans, comparisons, selections,
+// quotients, and sine and cosine. They come as calls over few elements (positions, masks, tokens) between large ones.
 #include <cmath>
 #include <type_traits>
 
@@ -8,7 +8,7 @@
 namespace npu {
 namespace {
 
-enum class Op : int64_t { copy, add, sub, mul, abs, neg, eq, ne, lt, le, gt, ge, where, cos, sin };
+enum class Op : int64_t { copy, add, sub, mul, abs, neg, eq, ne, lt, le, gt, ge, where, cos, sin, true_divide };
 // NUMBER_DTYPES in numbers.py.
 enum class Number : int64_t { f32 = 0, i32 = 5, boolean = 6 };
 
@@ -78,6 +78,7 @@ void elementwise_of(const ElementwiseArgs& args) {
     case Op::where: return apply<T, T>(args, [](const bool* c, T x, P y) { return *c ? x : *y; });
     case Op::cos: return apply<T, T>(args, [](auto, T x, P) { return T(std::cos(float(x))); });
     case Op::sin: return apply<T, T>(args, [](auto, T x, P) { return T(std::sin(float(x))); });
+    case Op::true_divide: return apply<T, T>(args, [](auto, T x, P y) { return T(float(x) / float(*y)); });
   }
 }
 

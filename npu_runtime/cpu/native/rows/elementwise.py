@@ -1,4 +1,4 @@
-"""Element-wise ops over float32, int32 and booleans, and the positions of extremes: small calls between large ones."""
+"""Element-wise ops over float32, int32 and booleans: small calls between large ones."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 
 from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.elementwise import as_float32
-from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
-from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, packed
-from npu_runtime.cpu.native.numbers import DTYPES, ELEMENTWISE
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
+from npu_runtime.cpu.native.numbers import ELEMENTWISE
 from npu_runtime.cpu.native.rows.pointwise import in_order_of
 
 _BOOL, _INT32, _FLOAT32 = np.dtype(np.bool_), np.dtype(np.int32), np.dtype(np.float32)
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _SELECTING = frozenset(("copy", "eq", "ne", "where"))  # what booleans are for, too
-_FLOATS_ONLY = frozenset(("cos", "sin"))
-_MOST = {"cos": 2**14, "sin": 2**14}  # elements; more are left to libraries that compute vectors of them
+_FLOATS_ONLY = frozenset(("cos", "sin", "true_divide"))
+_MOST = dict.fromkeys(_FLOATS_ONLY, 2**14)  # elements; more are left to libraries that compute vectors of them
 
 
 class _ElementwiseArgs(ArgumentBlock):
@@ -28,21 +27,6 @@ class _ElementwiseArgs(ArgumentBlock):
     def extents(self, kernel: str) -> Iterator[Extent]:
         for name in ("condition", "a", "b", "out"):
             yield getattr(self, name).extent(name, self.out.size)
-
-
-class _ExtremeArgs(ArgumentBlock):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
-        ("least", ctypes.c_int64),
-    ]
-
-    def extents(self, kernel: str) -> Iterator[Extent]:
-        yield View(self.data, self.dtype, (1, 1, self.rows, self.columns), (0, 0, self.columns, 1)).extent("data")
-        yield packed("out", self.out, self.rows * _INT32.itemsize)
 
 
 def elementwise(op: str, operands: Sequence[np.ndarray | float], out: np.ndarray) -> NativeLaunch | None:
@@ -88,20 +72,3 @@ def _as_array(value: np.ndarray | float | None, dtype: np.dtype) -> np.ndarray |
     if dtype == _FLOAT32:
         return np.array(as_float32(value), dtype)
     return np.array(as_int32(value), dtype) if dtype == _INT32 and not isinstance(value, float) else None
-
-
-def place_of_extreme(x: np.ndarray, out: np.ndarray, least: bool) -> NativeLaunch | None:
-    """Prepare the position of the greatest (or least) element in each row of x: of the first, or of the first NaN.
-
-    None if there is no native kernel for the operands.
-
-    Args:
-        x: [*rows, *row], contiguous.
-        out: [*rows], contiguous int32.
-    """
-    if not available() or x.dtype not in DTYPES or out.dtype != _INT32 or not out.size or not x.size:
-        return None
-    if x.size % out.size or not (x.flags.c_contiguous and out.flags.c_contiguous):
-        return None
-    args = _ExtremeArgs(address(x), address(out), out.size, x.size // out.size, DTYPES[x.dtype], least)
-    return launch("place_of_extreme", args, x, out)
