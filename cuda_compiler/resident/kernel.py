@@ -15,6 +15,7 @@ from cuda_compiler.cuda_program import KernelLaunch, LaunchKind, PeerExchange
 from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_rank_sum
+from cuda_compiler.resident.experts import EXPERT_CALLS, match_experts
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes, memory_words
 from cuda_compiler.resident.phases import Phase
@@ -117,8 +118,7 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
     run = Run()
     index = 0
     while index < len(plan.calls):
-        taken, phase = _match(plan, index, readers, reaches_peers)
-        phases = [phase] if phase is not None else []
+        taken, phases = _match(plan, index, readers, reaches_peers)
         if run.calls and not (run.phases and phases and run.takes(phases)):
             yield run
             run = Run()
@@ -128,8 +128,8 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
         yield run
 
 
-def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
-    """The number of calls from `index` on that one phase can compute, and that phase; 1 and None if there is none.
+def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, list[Phase]]:
+    """The number of calls from `index` on that a phase, or an inseparable few, can compute, and these; 1 if none can.
 
     Args:
         readers: Buffer → how many operands of calls and program outputs read it.
@@ -142,14 +142,17 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
         if not more:
             more, product = _with_gate(plan, index, readers)
         phase = _PRODUCT_PHASES[product.kernel](plan, product, InputNorms())
-        return (1, None) if phase is None else (1 + more, exchanging(phase, ranks))
+        return (1, []) if phase is None else (1 + more, [exchanging(phase, ranks)])
     norms = input_norms(plan, index, readers)
     if norms.count and calls[index + norms.count].kernel in _PRODUCT_PHASES:
         more, product = _with_gate(plan, index + norms.count, readers)
         phase = _PRODUCT_PHASES[product.kernel](plan, product, norms)
-        return (norms.count + 1 + more, phase) if phase is not None else (1, None)
+        return (norms.count + 1 + more, [phase]) if phase is not None else (1, [])
+    experts = match_experts(plan, index, readers)
+    if experts is not None:
+        return EXPERT_CALLS, experts
     match = match_attention(calls[index : index + MOST_CALLS], readers)
-    return (match.taken, attention_phase(match)) if match is not None else (1, None)
+    return (match.taken, [attention_phase(match)]) if match is not None else (1, [])
 
 
 def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, KernelCall]:
@@ -194,5 +197,11 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
         params,
         last.node,
         sum(call.flops for call in run.calls),
-        sum(distinct_bytes(view) for view in (*inputs, *writes)),
+        sum(distinct_bytes(view) for view in (*inputs, *writes)) - _unread_bytes(phases),
     )
+
+
+def _unread_bytes(phases: Sequence[Phase]) -> int:
+    """Bytes of experts' weights that a step does not read, because other experts are chosen."""
+    streams = [(phase.stream, phase.inputs["weight"]) for phase in phases if phase.stream and phase.stream.expert_bytes]
+    return sum(distinct_bytes(weight) - stream.weight_bytes for stream, weight in streams if weight is not None)

@@ -19,7 +19,7 @@ PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
 MOST_OWN_TURNS = 10  # lines of x that a warp keeps in registers, where it receives them itself
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
-LIMIT_BARRIER_BYTES = 16  # after the ring, with the block's progress
+LIMIT_BARRIER_BYTES = 16  # after the ring, with the block's progress; behind it is the choice of experts
 LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 
 
@@ -41,7 +41,17 @@ def prefetched_bytes(phases: Sequence[Phase]) -> int:
 
 def least_shared(phases: Sequence[Phase]) -> int:
     """Minimum bytes of shared memory of a block: everything before the ring, and a ring of the fewest slots."""
-    return scratch_bytes(phases) + IN_FLIGHT * (slot_bytes(phases) + 16) + LIMIT_BARRIER_BYTES
+    return scratch_bytes(phases) + IN_FLIGHT * (slot_bytes(phases) + 16) + bytes_after_ring(phases)
+
+
+def most_choices(phases: Sequence[Phase]) -> int:
+    """Maximum number of experts that a phase chooses; 0 if none does."""
+    return max(phase.choices for phase in phases)
+
+
+def bytes_after_ring(phases: Sequence[Phase]) -> int:
+    choices = most_choices(phases)
+    return LIMIT_BARRIER_BYTES + (8 + 8 * choices if choices else 0)
 
 
 def slot_bytes(phases: Sequence[Phase]) -> int:

@@ -35,7 +35,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Stream:
-    """The division of a product's weight among the blocks, which stream it; the C struct `Stream` in `tables.cuh`."""
+    """The division of a product's weight among the blocks, which stream it; the C struct `Stream` in `tables.cuh`.
+
+    Attributes:
+        expert_bytes: Bytes from an expert's matrix to the next; 0: the weight has no experts.
+        expert_units: Number of units that each chosen expert has; 0: units are not divided among experts.
+        row_experts: Number of chosen experts whose rows, one chunk each, make a row; 1: rows are whole.
+    """
 
     units: int
     unit_rows: int
@@ -49,11 +55,14 @@ class Stream:
     in_flight: int = IN_FLIGHT
     most_in_flight: int = MOST_IN_FLIGHT
     sides: tuple[Side, ...] = ()
+    expert_bytes: int = 0
+    expert_units: int = 0
+    row_experts: int = 1
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the whole weight; of a gated product, of both halves."""
-        return self.units * self.unit_rows * self.row_bytes
+        """Bytes of the whole weight; of a gated product, of both halves; of experts' weights, of the chosen ones."""
+        return self.units * self.unit_rows * self.row_bytes * self.row_experts
 
     @property
     def is_long(self) -> bool:
@@ -93,6 +102,7 @@ class Phase:
         partials: Number of tagged partial sums, of 8 bytes each, that its blocks exchange.
         exchanged: Number of sums that it exchanges with other ranks.
         ranks: Number of ranks that it exchanges sums with, itself included.
+        choices: Number of experts that it chooses.
         stream: Division of the weight among the blocks; None if the phase streams no weight.
         streamed: The names of the operands that are streamed: the weight, its scales, its offsets.
     """
@@ -109,6 +119,7 @@ class Phase:
     partials: int = 0
     exchanged: int = 0
     ranks: int = 1
+    choices: int = 0
     stream: Stream | None = None
     streamed: tuple[str, ...] = ()
 

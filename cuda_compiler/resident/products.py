@@ -92,11 +92,25 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms) -> P
 
     None if the weight cannot be streamed, or the input does not fit in a block.
     """
+    weight, n, k = KERNELS[call.kernel].inputs_of(call)["weight"], call.params["n"], call.params["k"]
+    assert weight is not None
+    gated = call.kernel == "gated_matmul_vec_kernel"
+    own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
+    stream = Stream(groups(n, own), 2 * own if gated else own, own, n, k * itemsize(weight.dtype), 0)
+    return stream_phase(plan, call, norms, stream) if weight.strides[0] == k else None
+
+
+def stream_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms, stream: Stream) -> Phase | None:
+    """The phase of a product of a few rows and of the norms of its input; None as in `product_phase`.
+
+    Args:
+        stream: Division of the weight among the blocks; its chunks are chosen here.
+    """
     inputs, outputs, constants = product_operands(call, norms)
     x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
-    m, n, k = (call.params[name] for name in "mnk")
-    gated = call.kernel == "gated_matmul_vec_kernel"
+    m, k = call.params["m"], call.params["k"]
+    gated, own = call.kernel == "gated_matmul_vec_kernel", stream.own_rows
     pack = 16 // itemsize(weight.dtype)
     row_bytes = k * itemsize(weight.dtype)
     direct = norms.count == 0 and m * row_bytes > _MAX_STAGED_BYTES
@@ -106,13 +120,9 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms) -> P
         or not plan.buffers[weight.buffer].is_constant
         or x.dtype != weight.dtype
         or min(vector_width(weight), pack) < pack
-        or weight.strides[0] != k
     ):
         return None
-    own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
-    unit_rows = 2 * own if gated else own
-    chunk = chunk_bytes(row_bytes, unit_rows, SLOT_BYTES)
-    stream = in_chunks(Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk), chunk)
+    stream = in_chunks(stream, chunk_bytes(stream.row_bytes, stream.unit_rows, SLOT_BYTES))
     pairs = min(_MOST_UNITS, THREADS // (own * m), groups(stream.units, MULTIPROCESSORS) + 1) // 2
     batch = 2 * max(pairs, 1)  # a block takes units in pairs, and a thread finishes a result of a batch
     constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": stream.chunk_bytes // 16, "batch": batch}
@@ -190,16 +200,21 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
     }
 
 
-def own_rows(rows: int, most: int) -> int:
+def own_rows(rows: int, most: int, matrix_rows: int = 0) -> int:
     """Rows that a block processes at a time of a weight with `rows` rows, at most `most` and more than half of that.
 
     The busiest multiprocessor has as few rows as possible.
+
+    Args:
+        matrix_rows: Where rows are those of several matrices, the rows of each, so that no unit has rows of two of
+            them. The number may be less than half of `most` then.
     """
 
     def busiest(own: int) -> int:
         return groups(groups(rows, own), MULTIPROCESSORS) * own
 
-    return min(range(most, most // 2, -1), key=busiest)
+    possible = [own for own in range(most, most // 2, -1) if matrix_rows % own == 0]
+    return min(possible, key=busiest) if possible else own_rows(rows, most // 2, matrix_rows)
 
 
 def in_chunks(stream: Stream, chunk: int) -> Stream:

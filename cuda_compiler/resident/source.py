@@ -49,12 +49,13 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         prefetches[number] = f"            case {number}: phase{number}::prefetch(queue{prefetching}); break;"
     constants = _constants(phases, len(place), place[memory], mailbox_size)
     exchanged = max(phase.exchanged for phase in phases)
-    exchanges = [f"#define EXCHANGED {exchanged}"] if exchanged else []
+    macros = [f"#define CHOICES {layout.most_choices(phases)}"]
+    macros += [f"#define EXCHANGED {exchanged}"] if exchanged else []
     return Template(template_text("resident/kernel.cu")).substitute(
         name=RESIDENT,
         threads=layout.THREADS,
         index_type=index_type([view for phase in phases for view in phase.operands.values()]).rstrip(),
-        constants="\n".join([*exchanges, *(f"constexpr int {name} = {value};" for name, value in constants.items())]),
+        constants="\n".join([*macros, *(f"constexpr int {name} = {value};" for name, value in constants.items())]),
         streams=", ".join(streams),
         steps="\n".join(steps),
         phases="\n".join(f"namespace phase{number} {{\n{text}}}" for text, number in numbers.items()),
@@ -98,7 +99,7 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "MOST_OWN_TURNS": _most_own_turns(phases),
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
-        "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
+        "LIMIT_BARRIER_BYTES": layout.bytes_after_ring(phases),
         "MAILBOX_SIZE": mailbox_size,
         "GRID_MEMORY": grid_memory,
         "MAX_OPERANDS": max(len(phase.operands) for phase in phases),

@@ -61,6 +61,45 @@ def gated_product(x: Array, weight: Array, activate: Callable[[Array], Array], b
     return result.astype(x.dtype)
 
 
+def choose_experts(ratings: Array, choices: int, before: bool, after: bool, divides: bool) -> tuple[Array, Array]:
+    """The numbers of a row's largest ratings, of equal ones the first, and the factors of their experts' results.
+
+    Shapes: ratings [E]; both results [choices]; the factors are in float32.
+
+    Args:
+        before, after: Whether the factors are a softmax of all ratings, or of the chosen ones.
+        divides: Whether they are divided by their sum.
+    """
+    values = _softmax(ratings.astype(np.float32)) if before else ratings.astype(np.float32)
+    chosen = np.argsort(-values, kind="stable")[:choices]
+    factors = _softmax(values[chosen]) if after else values[chosen]
+    return chosen, factors / factors.sum() if divides else factors
+
+
+def _softmax(x: Array) -> Array:
+    weights: Array = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+def expert_sum(
+    x: Array,
+    up: Array,
+    down: Array,
+    chosen: Array,
+    factors: Array,
+    activate: Callable[[Array], Array],
+    residual: Array | None = None,
+) -> Array:
+    """The weighted sum of what the chosen experts make of one row: Σ (factor · act(gate) · up) · downᵀ + residual.
+
+    Shapes: x, result and residual [1, K]; up [E, 2N, K]; down [E, K, N]; chosen and factors [choices].
+    """
+    factors = factors.astype(x.dtype).astype(np.float32)
+    inner = [gated_product(x, up[expert], activate).astype(np.float32) for expert in chosen]
+    scaled = [(y * factor).astype(x.dtype) for y, factor in zip(inner, factors, strict=True)]
+    return product(np.concatenate(scaled, 1), np.concatenate(list(down[chosen]), 1), lambda sums: sums, None, residual)
+
+
 def span_integers(x: Array, span: int) -> tuple[Array, Array]:
     """x as integers times a power of two per span of `span` elements, such that the integers are at most 2^14.
 

@@ -164,6 +164,8 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
         ("llama of long rows", "bfloat16", 2),
         ("qwen3", "bfloat16", 2),
         ("qwen3 of odd sizes", "float16", 1),
+        ("qwen3 with experts", "bfloat16", 2),
+        ("qwen3 with experts", "float16", 1),
     ],
 )
 def test_it_compiles(name: str, dtype: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:

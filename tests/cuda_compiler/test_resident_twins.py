@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from random import Random
 
 import cuda_gpu
 import cuda_toolchain
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_on_cpu import EmulatedBackend
 from cuda_phases import Phases, resident, run_reference, run_resident
 from drawn import drawn
 from hypothesis import given
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from cuda_compiler.resident import twins
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.program.elementwise import ACTIVATIONS
+from npu_runtime import Backend
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
 LOOSER = {"bfloat16": 2.0**-4, "float16": 2.0**-7}  # with x as integers of 15 bits per span, other results round up
@@ -252,6 +256,17 @@ def long_products(dtype: str, seed: int, rows: int) -> Phases:
     return phases
 
 
+def experts(dtype: str, seed: int, rows: int) -> Phases:
+    """Experts of two layers, between products; a row of the second ones' weights has more columns than fit a slot."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.product(phases.operand("x", 1, 192), "first", 320)
+    h = phases.experts(h, "few", experts=40, choices=4, inner=192)
+    h = phases.product(h, "wider", 1280, normed=True)
+    h = phases.experts(h, "many", experts=70, choices=6, inner=320)
+    phases.product(h, "last", 700, normed=True)
+    return phases
+
+
 FORMATS = [
     QuantizedFormat("int4", 32, "float16", "zero_point"),
     QuantizedFormat("int4", 32, "float32", "minimum"),
@@ -292,6 +307,7 @@ PHASES_IN_16_BITS = {
     "paged attention with sinks": paged_attention_with_sinks,
     "products between norms": products_between_norms,
     "normed paged attention": normed_paged_attention,
+    "experts": experts,
 }
 PHASES: dict[str, Callable[[str, int, int], Phases]] = {
     **PHASES_IN_16_BITS,
@@ -307,7 +323,8 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
     phases.check(run_reference(phases), TOLERANCE["bfloat16"])
     call, make = resident(phases)
     text = make.sources[call.source]
-    assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 > 0
+    choosing = text.count("ChosenExperts chosen(")  # by what the step before has written, so behind the barrier
+    assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 - choosing > 0
 
 
 @pytest.mark.slow
@@ -325,14 +342,31 @@ def test_the_phases_compile_for_weights_in_few_bits(turn: int, format: Quantized
     cuda_toolchain.compile_in_turn(made.sources.values(), 2 if turn % 4 else 1)
 
 
+ON_A_CPU = drawn([kind for kind in PHASES if kind != "long products"], 1 / 24)
+ON_A_CPU.append(pytest.param("long products", id="long products", marks=pytest.mark.slow))  # a minute with eight rows
+
+
+@pytest.mark.parametrize("kind", ON_A_CPU)
+def test_the_phases_do_on_a_cpu_what_their_twins_say(kind: str, seed: int, tmp_path: Path) -> None:
+    """A few blocks whose threads take turns, compiled as for a GPU with a copy engine or without one."""
+    draw = Random(seed)
+    rows, dtype = draw.choice([1, 3, 8]), draw.choice(["bfloat16", "float16"])
+    backend = EmulatedBackend(tmp_path, capability=draw.choice([80, 90]), blocks=draw.choice([2, 3]))
+    check_phases(kind, rows, dtype, seed, backend, times=2)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("kind", PHASES)
 def test_the_phases_do_what_their_twins_say(kind: str, rows: int, dtype: str, seed: int) -> None:
+    check_phases(kind, rows, dtype, seed, cuda_gpu.cuda_backends()[0])
+
+
+def check_phases(kind: str, rows: int, dtype: str, seed: int, backend: Backend, times: int = 3) -> None:
     phases = PHASES[kind](dtype, seed, rows)
-    runs = run_resident(phases, cuda_gpu.cuda_backends()[0])
+    runs = run_resident(phases, backend, times)
     for found in runs:
         phases.check(found, TOLERANCE[dtype] if kind in PHASES_IN_16_BITS else LOOSER[dtype])
         for name, array in found.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from traces import traced
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
@@ -67,6 +67,9 @@ CONFIGS = {
     "qwen3": config(Qwen3Config),
     "qwen3 of odd sizes": config(
         Qwen3Config, hidden_size=240, intermediate_size=328, head_dim=40, num_key_value_heads=1, vocab_size=501
+    ),
+    "qwen3 with experts": config(
+        Qwen3MoeConfig, num_experts=40, num_experts_per_tok=4, moe_intermediate_size=192, norm_topk_prob=True
     ),
 }
 

@@ -105,6 +105,44 @@ class Phases:
         self._expect(out, lambda held: twin(_of(x, held), dense, _activate(activation), **options))
         return out
 
+    def experts(self, x: View, name: str, experts: int, choices: int, inner: int) -> View:
+        """Appends a layer's experts for one row x [1, K], with the norm before and the residual x; returns [1, K]."""
+        k, d = x.shape[1], self.data
+        normal = self._normed(x, name)
+        rating = self.operand(f"{name}.rating", experts, k, kind="weight", values=self._matrix(experts, k))
+        ratings = self.operand(f"{name}.ratings", 1, experts, kind="arena")
+        params = {"has_bias": 0, "has_residual": 0, "activation": "none"}
+        self.call("matmul_vec_kernel", [normal, rating], [ratings], m=1, n=experts, k=k, **params)
+        self._expect(ratings, lambda held: twins.product(_of(normal, held), d[rating.buffer], _activate("none")))
+        chosen = self.operand(f"{name}.chosen", 1, choices, kind="arena", dtype="int32")
+        factors = self.operand(f"{name}.factors", 1, choices, kind="arena")
+        self.call("route", [ratings], [chosen, factors], before=True, after=False, divides=True)
+        numbers = replace(chosen, shape=(choices,), strides=(1,))
+        up, down = (
+            self.operand(f"{name}.{part}", experts, *shape, kind="weight", values=self._matrix(experts, *shape))
+            for part, shape in (("up", (2 * inner, k)), ("down", (k, inner)))
+        )
+        both = self.operand(f"{name}.both", choices, 2 * inner, kind="arena")
+        gated = self.operand(f"{name}.gated", choices, inner, kind="arena")
+        apart = self.operand(f"{name}.apart", choices, k, kind="arena")
+        out = self.operand(name, 1, k, kind="output", values=np.full((1, k), np.nan))
+        self.call("expert_matmul_kernel", [normal, up, numbers], [both], e=experts, k=k, has_bias=0)
+        halves = [both.slice(1, 0, inner), both.slice(1, inner, 2 * inner)]
+        self.call("silu_mul_broadcast_kernel", halves, [gated], scalars=[None, None])
+        self.call("expert_matmul_kernel", [gated, down, numbers], [apart], e=experts, k=inner, has_bias=0)
+        self.call("weighted_sum", [apart, factors, x], [out])
+
+        def twin(held: Mapping[str, Array]) -> Array:
+            choice = twins.choose_experts(_of(ratings, held)[0], choices, before=True, after=False, divides=True)
+            matrices = d[up.buffer], d[down.buffer]
+            return twins.expert_sum(_of(normal, held), *matrices, *choice, _activate("silu"), _of(x, held))
+
+        self._expect(out, twin)
+        return out
+
+    def _matrix(self, *shape: int) -> Array:
+        return self.rng.standard_normal(shape) / shape[-1] ** 0.5
+
     def _expect(self, out: View, product: Callable[[Mapping[str, Array]], Array]) -> None:
         self.products[out.buffer] = product
         self.expected[out.buffer] = product({**self.data, **self.expected})
@@ -326,6 +364,21 @@ def _activate(name: str) -> Callable[[Array], Array]:
     return lambda x: np.asarray(activated(torch.from_numpy(x), name))
 
 
+def _route(ratings: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> None:
+    values, order = ratings.float().softmax(-1).sort(stable=True, dim=-1, descending=True)
+    values = values[:, : factors.shape[1]]
+    chosen.copy_(order[:, : factors.shape[1]])
+    factors.copy_(values / values.sum(-1, keepdim=True))
+
+
+def _weighted_sum(x: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(factors.float() @ x.float() + residual.float())
+
+
+# Kernels that passes of the CUDA target form, so that the CPU device has none.
+_OF_PASSES: dict[str, Callable[..., None]] = {"route": _route, "weighted_sum": _weighted_sum}
+
+
 def run_reference(phases: Phases) -> dict[str, Array]:
     """Run the phases by the CPU device's reference kernels; return the buffers that the twins compute too."""
     data = {name: array.copy() for name, array in phases.data.items()}
@@ -335,7 +388,9 @@ def run_reference(phases: Phases) -> dict[str, Array]:
         return tensors[view.buffer].as_strided(view.shape, view.strides, view.offset)
 
     for call in phases.calls:
-        reference_launch(call, [*map(window, call.inputs)], [*map(window, call.outputs)])()
+        inputs, outputs = [*map(window, call.inputs)], [*map(window, call.outputs)]
+        launch = _OF_PASSES.get(call.kernel)
+        launch(*inputs, *outputs) if launch else reference_launch(call, inputs, outputs)()
     return {name: data[name] for name in phases.expected}
 
 

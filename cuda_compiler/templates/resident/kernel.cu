@@ -26,9 +26,9 @@ ${steps}
 ${phases}
 
 // In all no more than the block has at its start, 168 for each thread, or the computing warps wait for ever. To fetch scales
-// and offsets too takes more.
-constexpr int COMPUTING_REGISTERS = SIDES > 0 ? 224 : 232;
-constexpr int OTHERS_REGISTERS = SIDES > 0 ? 56 : 40;
+// and offsets, or what experts need, takes more.
+constexpr int COMPUTING_REGISTERS = SIDES > 0 || CHOICES > 0 ? 224 : 232;
+constexpr int OTHERS_REGISTERS = SIDES > 0 || CHOICES > 0 ? 56 : 40;
 static_assert(
     THREADS * COMPUTING_REGISTERS + (ALL_THREADS - THREADS) * OTHERS_REGISTERS <= ALL_THREADS * 168, "registers of a block"
 );
@@ -71,6 +71,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     queue.initialize();
     if (threadIdx.x == 0) {
         Progress(ring.progress_place()).initialize();
+#if CHOICES > 0
+        ChosenExperts(ring.choice_place()).initialize();
+#endif
     }
     __syncthreads();
     if (threadIdx.x < THREADS) {

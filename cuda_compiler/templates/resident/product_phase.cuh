@@ -1,4 +1,5 @@
-// What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums.
+// What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums. With a call's
+// `choices` the block first chooses experts, whose results it then multiplies with the factors of the choice.
 // Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, whether units are taken in pairs, and
 // with `long_columns` whether `for_chunks` is so much code that it is there once, for pairs and for single units.
 
@@ -53,10 +54,34 @@ PREFETCH {
     }
 }
 
+#where choices
+#include "sorting/choice.cuh"
+
+// The choice of experts by the ratings of the step before, by one warp: the first one of the block that is done.
+__device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, int step, const Ratings::type *ratings) {
+    constexpr int width = int(Ratings::size(1));
+    constexpr int held = (width + WARP - 1) / WARP;
+    float values[held];
+#pragma unroll
+    for (int i = 0; i < held; i++) {
+        const int number = i * WARP + int(threadIdx.x % WARP);
+        values[i] = number < width ? to_float(ratings[number]) : -INFINITY_F;
+    }
+    const Choice own = choice_of_row<width, expert_choices, softmax_before, softmax_after, divides>(values);
+    chosen.publish(step, own.number, to_float(from<Out::type>(own.weight)));
+}
+#end
+
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = this_thread() / WARP;
     grid.wait<from_mailbox>();  // I11
+#where choices
+    const ChosenExperts chosen(ring.choice_place());
+    if (warp == 0) {
+        choose_experts(chosen, grid.step, ratings);  // I26
+    }
+#end
     const Result first_own(this_thread(), 0);
     Addends addends;  // read before the sums are complete, and even before x is there (I19)
     if (first_own.turn < batch && first_own.column < int(param::n)) {
@@ -121,7 +146,14 @@ PHASE(product) {
             if (start > 0) {
                 addends = Addends(bias, residual, own.row, own.column);
             }
+#where choices
+            constexpr int expert_columns = int(param::n) / expert_choices;
+            const Out::type result = from<Out::type>(
+                to_float(addends.result(sum, up)) * chosen.factor(own.column / expert_columns)
+            );
+#elsewhere
             const Out::type result = addends.result(sum, up);
+#end
             const index_t target = own.row * Out::stride(0) + own.column * Out::stride(1);
             if constexpr (to_mailbox) {
                 grid.send(target, result);

@@ -10,10 +10,12 @@
 // I3. A product takes the slots in the order in which `fill` fills them: pairs of units, chunk by chunk; a unit without a
 //     partner alone, and so all units of weights in few bits. It holds up to two slots at a time, so the ring has at least two
 //     (`least_shared`).
-// I4. Fetching waits for no step: weights are constants, so no step writes them.
+// I4. Fetching waits for no step: weights are constants, so no step writes them. Of experts' weights it has to know which are
+//     chosen, so it waits for the choice (I26).
 // I5. The limit's barrier has completed an odd number of rounds exactly while the limit is raised.
 
 #include "common/warp_jobs.cuh"
+#include "resident/chosen.cuh"
 
 // The copies in flight: those to the last slots before the current one.
 struct InFlight {
@@ -101,8 +103,9 @@ struct Ring : Pipeline {
     __device__ __forceinline__ bool limit_is_raised() const { return is_over_at(limit_barrier(), 0); }
     __device__ __forceinline__ unsigned limit_barrier() const { return full + 16 * depth; }
 
-    // Where the block's progress is kept (`grid.cuh`): behind the limit's barrier.
+    // Where the block's progress is kept (`grid.cuh`): behind the limit's barrier. Behind that is the choice of experts.
     __device__ __forceinline__ unsigned progress_place() const { return limit_barrier() + 8; }
+    __device__ __forceinline__ unsigned choice_place() const { return progress_place() + 8; }
 
     // Waits until the current slot may be filled (I1), and calls `meanwhile` until then.
     template <typename Meanwhile>
@@ -176,39 +179,62 @@ struct Ring : Pipeline {
     __device__ __forceinline__ void fill(const Operands &operands) {
         const int lane = threadIdx.x % WARP;
         InFlight in_flight;
+#if CHOICES > 0
+        int chosen = 0;  // the expert of choice number `lane`
+#endif
         for (int step = 0; step < STEPS; step++) {
             if (steps[step].stream < 0) {
                 continue;
             }
             const Stream &stream = streams[steps[step].stream];
-            const unsigned long long weight = (unsigned long long)(operands.at[steps[step].weight]);
+            const unsigned long long whole = (unsigned long long)(operands.at[steps[step].weight]);
+#if CHOICES > 0
+            if (stream.expert_units > 0) {
+                chosen = ChosenExperts(choice_place()).wait(step);
+            }
+            // Where row 0 and chunk 0 of the weight that a unit and a chunk belong to are, or would be.
+            const auto weight_of = [&](int unit, int chunk) {
+                const int number = stream.expert_units > 0 ? unit / stream.expert_units : stream.expert_bytes > 0 ? chunk : 0;
+                const unsigned long long expert = __shfl_sync(0xffffffffu, chosen, number);
+                const unsigned begin = stream.row_experts > 1 ? chunk * stream.chunk_bytes : 0;
+                return whole + expert * stream.expert_bytes - begin;
+            };
+            const auto row_of = [&](int unit) {
+                return (stream.expert_units > 0 ? unit % stream.expert_units : unit) * stream.own_rows;
+            };
+#else
+            const auto weight_of = [&](int, int) { return whole; };
+            const auto row_of = [&](int unit) { return unit * stream.own_rows; };
+#endif
+            const unsigned row_end = stream.row_bytes * stream.row_experts;
             const LaneRows codes(stream, stream.copied_rows);
             const LaneRows sides(stream, stream.side_rows);
             const int together = stream.units_together * gridDim.x;
             int unit = blockIdx.x;
             int ahead = 0;  // the first unit that has not been prefetched
             // While the ring is full, the memory has time for what comes after it. Only of weights in 16 bits, whose units are
-            // taken in pairs: with others it was not measured.
+            // taken in pairs, and not of experts: with others it was not measured.
             const auto prefetch_ahead = [&] {
 #if BULK
                 ahead = larger(ahead, unit + int(gridDim.x));
-                if (stream.units_together == 2 && ahead < smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x))) {
+                const int end = smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x));
+                if (stream.units_together == 2 && stream.expert_bytes == 0 && ahead < end) {
                     const int row = ahead * stream.own_rows;
-                    prefetch(codes.address(weight, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
+                    prefetch(codes.address(whole, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
                     ahead += gridDim.x;
                     __nanosleep(AHEAD_NS);
                 }
 #endif
             };
             for (int first = blockIdx.x; first < stream.units; first += together) {
-                for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
+                for (unsigned begin = 0, chunk = 0; begin < row_end; begin += stream.chunk_bytes, chunk++) {
                     for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
-                        const int row = unit * stream.own_rows;
+                        const int row = row_of(unit);
                         begin_fetch(stream, in_flight, prefetch_ahead);
                         unsigned bytes = copy(
-                            codes.address(weight, row, stream.row_bytes) + begin,
+                            codes.address(weight_of(unit, chunk), row, stream.row_bytes) + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
-                            codes.count(row) * min(stream.row_bytes - begin, stream.chunk_bytes)
+                            codes.count(row) * min(row_end - begin, stream.chunk_bytes)
                         );
 #pragma unroll
                         for (int i = 0; i < SIDES; i++) {
