@@ -72,13 +72,14 @@ def choose_experts(ratings: Array, choices: int, before: bool, after: bool, divi
     """
     values = _softmax(ratings.astype(np.float32)) if before else ratings.astype(np.float32)
     chosen = np.argsort(-values, kind="stable")[:choices]
-    factors = _softmax(values[chosen]) if after else values[chosen]
+    factors: Array = _softmax(values[chosen]) if after else values[chosen]
     return chosen, factors / factors.sum() if divides else factors
 
 
 def _softmax(x: Array) -> Array:
-    weights: Array = np.exp(x - x.max())
-    return weights / weights.sum()
+    weights = np.exp(x - x.max())
+    result: Array = weights / weights.sum()
+    return result
 
 
 def expert_sum(
