@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import cuda_gpu
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of, step_of
+from cuda_on_cpu import EmulatedBackend
 from cuda_phases import Phases
 from cuda_wirings import WIRED, AddsItsInput, NarrowValues, SoftmaxBetween, Wired, check_wired, wired_program
 from drawn import drawn
@@ -262,6 +265,18 @@ def decode(
         yield {name: buffer.to_numpy().astype(np.float32) for name, buffer in found.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama with biases", "gemma3", "qwen3", "qwen3 with experts"])
+def test_it_does_on_a_cpu_what_the_calls_do(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
+    draw = Random(seed)
+    backend = EmulatedBackend(tmp_path, capability=draw.choice([80, 90]), blocks=draw.choice([2, 3]))
+    dtype, start = draw.choice(["bfloat16", "float16"]), draw.randrange(CACHE - 2)
+    check_steps(backend, name, 1, dtype, seed, [start], steps=2, times=1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 @pytest.mark.parametrize("name", CONFIGS)
@@ -270,21 +285,30 @@ def test_it_does_what_the_calls_do(
     name: str, tokens: int, dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
+    starts = (0, 200, CACHE - 4 * tokens)
+    check_steps(cuda_gpu.cuda_backends()[0], name, tokens, dtype, seed, starts, steps=4)
+
+
+def check_steps(
+    gpu: Backend, name: str, tokens: int, dtype: str, seed: int, starts: Sequence[int], steps: int, times: int = 2
+) -> None:
+    """Compare steps of a random model from some positions on, run so many times, with those of the CPU device."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=getattr(torch, dtype))
     source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
     ir, state = step_of(name, tokens, dtype), state_with_buffers(source)
-    cpu, gpu = CPUBackend(), cuda_gpu.cuda_backends()[0]
+    cpu = CPUBackend()
     expected = npu_compiler.compile(ir, target=cpu.target, options=npu_compiler.CompileOptions(compute_dtype=dtype))
     program = npu_compiler.compile(ir, target=gpu.target, options=npu_compiler.CompileOptions(compute_dtype=dtype))
     assert any(call.kernel == RESIDENT for call in program.plan.calls)
-    for start in (0, 200, CACHE - 4 * tokens):
+    for start in starts:
         runs = [
-            list(decode(backend, made, state, tokens, 4, start))
-            for backend, made in ((cpu, expected), (gpu, program), (gpu, program))
+            list(decode(backend, made, state, tokens, steps, start))
+            for backend, made in ((cpu, expected), *[(gpu, program)] * times)
         ]
-        for reference, ours, again in zip(*runs, strict=True):
+        for reference, ours, *again in zip(*runs, strict=True):
             for output, value in reference.items():
-                np.testing.assert_array_equal(ours[output], again[output])
+                for found in again:
+                    np.testing.assert_array_equal(ours[output], found[output])
                 error = np.linalg.norm(ours[output] - value) / np.linalg.norm(value)
                 assert error < (2e-2 if dtype == "bfloat16" else 3e-3), (output, start, error)

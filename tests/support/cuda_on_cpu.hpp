@@ -165,7 +165,8 @@ static void cpu_launch(void (*body)(), Size grid, unsigned threads, unsigned sha
     blockDim = {threads, 1, 1};
     const unsigned count = grid.x * grid.y * grid.z;
     const unsigned at_a_time = together ? count : 1;
-    char *const memory = shared > 0 ? cpu_low_memory(size_t(shared) * at_a_time) : nullptr;
+    const size_t memory_bytes = (size_t(shared) + 1023) / 1024 * 1024;  // of a block, aligned as wide as kernels ask for
+    char *const memory = shared > 0 ? cpu_low_memory(memory_bytes * at_a_time) : nullptr;
     for (unsigned first = 0; first < count; first += at_a_time) {
         std::vector<CpuBlock> blocks(at_a_time);
         for (unsigned i = 0; i < at_a_time; i++) {
@@ -174,7 +175,7 @@ static void cpu_launch(void (*body)(), Size grid, unsigned threads, unsigned sha
             block.index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
             block.all.expected = threads;
             block.warps.resize((threads + 31) / 32);
-            block.shared = memory + size_t(i) * shared;
+            block.shared = memory + i * memory_bytes;
             for (unsigned thread = 0; thread < threads; thread++) {
                 block.warps[thread / 32].turn.expected++;
             }
@@ -182,7 +183,7 @@ static void cpu_launch(void (*body)(), Size grid, unsigned threads, unsigned sha
         cpu_run(blocks, threads);
     }
     if (memory != nullptr) {
-        munmap(memory, size_t(shared) * at_a_time);
+        munmap(memory, memory_bytes * at_a_time);
     }
 }
 

@@ -14,9 +14,10 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from cuda_compiler.specialization.c_text import TYPES
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.target_config import CUDA_GPU
 from npu_runtime import CPUBackend, Operand
 from npu_runtime.backend import Launch
 
@@ -145,7 +147,10 @@ def run_on_cpu(plan: ExecutionPlan, values: Mapping[str, np.ndarray], folder: Pa
 
 
 class EmulatedBackend(CPUBackend):
-    """The memory of the CPU device, with the CUDA target's kernels, for `metal_harness.run_case`."""
+    """The memory of the CPU device, with the CUDA target's kernels, for single calls and whole programs."""
+
+    config = CUDA_GPU
+    runs_targets = (CUDA_GPU.name,)
 
     def __init__(
         self, folder: Path, target: CUDACodegenTarget | None = None, capability: int = 80, blocks: int = 2
@@ -163,8 +168,11 @@ class EmulatedBackend(CPUBackend):
     def target(self) -> Any:
         return self._cuda
 
-    def compile(self, calls: Sequence[KernelCall], sources: Mapping[str, str]) -> None:
+    def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         self._sources |= sources
+
+    def laid_out(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return plan
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         addresses = [
