@@ -200,7 +200,7 @@ def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> No
     assert after.pop("runs") == before.pop("runs") + 5 and after == before
 
 
-@pytest.mark.parametrize("quantization", drawn([None, "int4", "int8", "fp8"], 1 / 4))
+@pytest.mark.parametrize("quantization", drawn_cases([None, "int4", "int8", "fp8"], 1 / 4))
 def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint, quantization: str | None) -> None:
     checkpoint = replace(llama, quantization=quantization)
     model = LanguageModel(checkpoint, cache_length=CACHE, chunk=CHUNK, device=METAL_DEVICE)
@@ -214,7 +214,7 @@ def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint, quant
     assert steady == {"command_buffers": 1, "encoders": 1, "dispatches": launches}
 
 
-@pytest.mark.parametrize("quantization", drawn(["int4", "int8", "fp8"], 1 / 3))
+@pytest.mark.parametrize("quantization", drawn_cases(["int4", "int8", "fp8"], 1 / 3))
 def test_metal_computes_with_weights_in_few_bits_as_the_cpu_does(llama: Checkpoint, quantization: str) -> None:
     checkpoint, logits = replace(llama, quantization=quantization), {}
     for device in ("cpu", METAL_DEVICE):

@@ -202,11 +202,14 @@ struct Ring : Pipeline {
             const auto row_of = [&](int unit) {
                 return (stream.expert_units > 0 ? unit % stream.expert_units : unit) * stream.own_rows;
             };
+            const auto row_end = [&] { return stream.row_bytes * stream.row_experts; };
+            const auto is_whole = [&] { return stream.expert_bytes == 0; };
 #else
             const auto weight_of = [&](int, int) { return whole; };
             const auto row_of = [&](int unit) { return unit * stream.own_rows; };
+            const auto row_end = [&] { return stream.row_bytes; };
+            const auto is_whole = [] { return true; };
 #endif
-            const unsigned row_end = stream.row_bytes * stream.row_experts;
             const LaneRows codes(stream, stream.copied_rows);
             const LaneRows sides(stream, stream.side_rows);
             const int together = stream.units_together * gridDim.x;
@@ -218,7 +221,7 @@ struct Ring : Pipeline {
 #if BULK
                 ahead = larger(ahead, unit + int(gridDim.x));
                 const int end = smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x));
-                if (stream.units_together == 2 && stream.expert_bytes == 0 && ahead < end) {
+                if (stream.units_together == 2 && is_whole() && ahead < end) {
                     const int row = ahead * stream.own_rows;
                     prefetch(codes.address(whole, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
                     ahead += gridDim.x;
@@ -227,14 +230,14 @@ struct Ring : Pipeline {
 #endif
             };
             for (int first = blockIdx.x; first < stream.units; first += together) {
-                for (unsigned begin = 0, chunk = 0; begin < row_end; begin += stream.chunk_bytes, chunk++) {
+                for (unsigned begin = 0, chunk = 0; begin < row_end(); begin += stream.chunk_bytes, chunk++) {
                     for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = row_of(unit);
                         begin_fetch(stream, in_flight, prefetch_ahead);
                         unsigned bytes = copy(
                             codes.address(weight_of(unit, chunk), row, stream.row_bytes) + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
-                            codes.count(row) * min(row_end - begin, stream.chunk_bytes)
+                            codes.count(row) * min(row_end() - begin, stream.chunk_bytes)
                         );
 #pragma unroll
                         for (int i = 0; i < SIDES; i++) {
