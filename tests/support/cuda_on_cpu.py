@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -175,12 +174,16 @@ class EmulatedBackend(CPUBackend):
         return plan
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        addresses = [
-            operand.memory.native_handle.ctypes.data + operand.byte_offset + view.offset * itemsize(view.dtype)
-            for operand, view in ((operand, operand.view) for operand in (*inputs, *outputs))
-        ]
-        source = self._sources[call.source]
-        return partial(_run, call, source, addresses, self._folder, self._capability, self._blocks)
+        operands, source = (*inputs, *outputs), self._sources[call.source]
+
+        def launch() -> None:  # holds the operands' memory, which nobody else may need any more
+            addresses = [
+                x.memory.native_handle.ctypes.data + x.byte_offset + x.view.offset * itemsize(x.view.dtype)
+                for x in operands
+            ]
+            _run(call, source, addresses, self._folder, self._capability, self._blocks)
+
+        return launch
 
 
 def _run(
