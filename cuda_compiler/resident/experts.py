@@ -14,7 +14,7 @@ from cuda_compiler.passes.routing import KERNEL as ROUTE
 from cuda_compiler.passes.weighted_sums import KERNEL as WEIGHTED_SUM
 from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, UNIT_ROWS
 from cuda_compiler.resident.phases import Phase, Stream
-from cuda_compiler.resident.products import InputNorms, own_rows, product_phase, stream_phase
+from cuda_compiler.resident.products import PRODUCTS, InputNorms, own_rows, product_phase, stream_phase
 from cuda_compiler.rules.gates import GATED_EXPERTS, with_gate
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import itemsize
@@ -45,7 +45,7 @@ def match_experts(plan: ExecutionPlan, index: int, readers: Counter[str]) -> lis
         return None
     norm, rating, route, first, gate, second, total = calls
     kernels = [norm.kernel, route.kernel, first.kernel, second.kernel, total.kernel]
-    if kernels != ["rmsnorm_kernel", ROUTE, _EXPERTS, _EXPERTS, WEIGHTED_SUM]:
+    if kernels != ["rmsnorm_kernel", ROUTE, _EXPERTS, _EXPERTS, WEIGHTED_SUM] or rating.kernel not in PRODUCTS:
         return None
     gated = with_gate(first, gate, readers, GATED_EXPERTS)
     if gated is None or not _are_connected(plan, (norm, rating, route, gated, second, total), readers):
@@ -107,6 +107,7 @@ def _gated_phase(plan: ExecutionPlan, norm: KernelCall, route: KernelCall, gated
         return None
     constants = {"expert_choices": choices, "softmax_before": route.params["before"]}
     constants |= {"softmax_after": route.params["after"], "divides": route.params["divides"]}
+    constants["rounds_factors"] = route.outputs[1].dtype == out.dtype
     inputs = {**phase.inputs, "ratings": route.inputs[0]}
     return replace(phase, inputs=inputs, constants={**phase.constants, **constants}, choices=choices)
 

@@ -19,7 +19,7 @@ PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
 MOST_OWN_TURNS = 10  # lines of x that a warp keeps in registers, where it receives them itself
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
-LIMIT_BARRIER_BYTES = 16  # after the ring, with the block's progress; behind it is the choice of experts
+_BARRIER_BYTES = 16  # of the limit's barrier, with the block's progress
 LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 
 
@@ -50,8 +50,9 @@ def most_choices(phases: Sequence[Phase]) -> int:
 
 
 def bytes_after_ring(phases: Sequence[Phase]) -> int:
+    """Bytes of shared memory for the limit's barrier, the block's progress, and a choice of experts."""
     choices = most_choices(phases)
-    return LIMIT_BARRIER_BYTES + (8 + 8 * choices if choices else 0)
+    return _BARRIER_BYTES + (8 + 8 * choices if choices else 0)
 
 
 def slot_bytes(phases: Sequence[Phase]) -> int:

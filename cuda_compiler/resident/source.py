@@ -99,7 +99,7 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "MOST_OWN_TURNS": _most_own_turns(phases),
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
-        "LIMIT_BARRIER_BYTES": layout.bytes_after_ring(phases),
+        "AFTER_RING_BYTES": layout.bytes_after_ring(phases),
         "MAILBOX_SIZE": mailbox_size,
         "GRID_MEMORY": grid_memory,
         "MAX_OPERANDS": max(len(phase.operands) for phase in phases),

@@ -95,7 +95,7 @@ def expert_sum(
 
     Shapes: x, result and residual [1, K]; up [E, 2N, K]; down [E, K, N]; chosen and factors [choices].
     """
-    factors = factors.astype(x.dtype).astype(np.float32)
+    factors = factors.astype(np.float32)
     inner = [gated_product(x, up[expert], activate).astype(np.float32) for expert in chosen]
     scaled = [(y * factor).astype(x.dtype) for y, factor in zip(inner, factors, strict=True)]
     return product(np.concatenate(scaled, 1), np.concatenate(list(down[chosen]), 1), lambda sums: sums, None, residual)

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import npu_compiler
 from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.resident import phases as resident_phases
+from cuda_compiler.resident.experts import match_experts
 from cuda_compiler.resident.kernel import RESIDENT, find_runs, form_resident_kernels
 from cuda_compiler.resident.products import own_rows
 from cuda_compiler.specialization.specializer import Specializer
@@ -86,6 +87,21 @@ def test_a_norm_whose_result_others_need_is_not_part_of_attention(buffer: str) -
     assert normed_in_attention(plan) == [True]
     (made,) = (view for call in plan.calls for view in call.outputs if view.buffer == buffer)
     assert normed_in_attention(replace(plan, output_views={"out": made})) == [False]
+
+
+def choosing(plan: ExecutionPlan) -> int:
+    """Return how many phases choose experts."""
+    return sum(phase.choices > 0 for run in find_runs(plan) for phase in run.phases)
+
+
+def test_experts_whose_ratings_are_no_product_in_16_bits_stay_apart() -> None:
+    phases = Phases("bfloat16", np.random.default_rng(0))
+    phases.experts(phases.operand("x", 1, 192), "layer", experts=40, choices=4, inner=192)
+    plan = phases.plan
+    assert choosing(plan) == 1
+    for kernel in ("quantized_matmul_vec_kernel", "conv2d_kernel"):
+        calls = [replace(call, kernel=kernel) if call.kernel == "matmul_vec_kernel" else call for call in plan.calls]
+        assert match_experts(replace(plan, calls=calls), 0, plan.count_readers()) is None
 
 
 def with_other_eps(norm: KernelCall) -> KernelCall:

@@ -257,12 +257,12 @@ def long_products(dtype: str, seed: int, rows: int) -> Phases:
 
 
 def experts(dtype: str, seed: int, rows: int) -> Phases:
-    """Experts of two layers, between products; a row of the second ones' weights has more columns than fit a slot."""
+    """Experts of two layers, between products, of more ratings than a warp has lanes; some factors are float32."""
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.product(phases.operand("x", 1, 192), "first", 320)
     h = phases.experts(h, "few", experts=40, choices=4, inner=192)
     h = phases.product(h, "wider", 1280, normed=True)
-    h = phases.experts(h, "many", experts=70, choices=6, inner=320)
+    h = phases.experts(h, "many", experts=70, choices=6, inner=320, factors_dtype="float32")
     phases.product(h, "last", 700, normed=True)
     return phases
 

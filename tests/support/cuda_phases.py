@@ -105,8 +105,14 @@ class Phases:
         self._expect(out, lambda held: twin(_of(x, held), dense, _activate(activation), **options))
         return out
 
-    def experts(self, x: View, name: str, experts: int, choices: int, inner: int) -> View:
-        """Appends a layer's experts for one row x [1, K], with the norm before and the residual x; returns [1, K]."""
+    def experts(
+        self, x: View, name: str, experts: int, choices: int, inner: int, factors_dtype: str | None = None
+    ) -> View:
+        """Appends a layer's experts for one row x [1, K], with the norm before and the residual x; returns [1, K].
+
+        Args:
+            factors_dtype: Dtype of the factors of the choice; None: that of x.
+        """
         k, d = x.shape[1], self.data
         normal = self._normed(x, name)
         rating = self.operand(f"{name}.rating", experts, k, kind="weight", values=self._matrix(experts, k))
@@ -115,7 +121,7 @@ class Phases:
         self.call("matmul_vec_kernel", [normal, rating], [ratings], m=1, n=experts, k=k, **params)
         self._expect(ratings, lambda held: twins.product(_of(normal, held), d[rating.buffer], _activate("none")))
         chosen = self.operand(f"{name}.chosen", 1, choices, kind="arena", dtype="int32")
-        factors = self.operand(f"{name}.factors", 1, choices, kind="arena")
+        factors = self.operand(f"{name}.factors", 1, choices, kind="arena", dtype=factors_dtype)
         self.call("route", [ratings], [chosen, factors], before=True, after=False, divides=True)
         numbers = replace(chosen, shape=(choices,), strides=(1,))
         up, down = (
@@ -133,9 +139,10 @@ class Phases:
         self.call("weighted_sum", [apart, factors, x], [out])
 
         def twin(held: Mapping[str, Array]) -> Array:
-            choice = twins.choose_experts(_of(ratings, held)[0], choices, before=True, after=False, divides=True)
+            numbers, weights = twins.choose_experts(_of(ratings, held)[0], choices, True, False, True)
+            weights = weights.astype(d[factors.buffer].dtype)
             matrices = d[up.buffer], d[down.buffer]
-            return twins.expert_sum(_of(normal, held), *matrices, *choice, _activate("silu"), _of(x, held))
+            return twins.expert_sum(_of(normal, held), *matrices, numbers, weights, _activate("silu"), _of(x, held))
 
         self._expect(out, twin)
         return out

@@ -24,6 +24,7 @@ constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
 // One row of x is received by the warps that multiply its columns, into registers, so no warp waits for another one's part. The
 // scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+// A warp's lines of a chunk are among those that it receives itself where chunks end with a turn of all warps.
 constexpr bool whole_turns = chunks + (last_packs != 0) == 1 || chunk_packs % (line * warps) == 0;
 constexpr bool own_columns = rows == 1 && !direct && !Base::present && whole_turns
     && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS && (!normed || IsBrain<Element>::value);

@@ -57,7 +57,8 @@ PREFETCH {
 #where choices
 #include "sorting/choice.cuh"
 
-// The choice of experts by the ratings of the step before, by one warp: the first one of the block that is done.
+// The choice of experts by the ratings of the step before, by one warp of the block. Factors are rounded where the program keeps
+// them in 16 bits.
 __device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, int step, const Ratings::type *ratings) {
     constexpr int width = int(Ratings::size(1));
     constexpr int held = (width + WARP - 1) / WARP;
@@ -68,7 +69,7 @@ __device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, int 
         values[i] = number < width ? to_float(ratings[number]) : -INFINITY_F;
     }
     const Choice own = choice_of_row<width, expert_choices, softmax_before, softmax_after, divides>(values);
-    chosen.publish(step, own.number, to_float(from<Out::type>(own.weight)));
+    chosen.publish(step, own.number, rounds_factors ? to_float(from<Out::type>(own.weight)) : own.weight);
 }
 #end
 

@@ -67,7 +67,7 @@ struct Ring : Pipeline {
     __device__ __forceinline__ static int slot_count() {
         unsigned bytes;
         asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-        return int(bytes - SCRATCH_BYTES - LIMIT_BARRIER_BYTES) / (SLOT_BYTES + 16);
+        return int(bytes - SCRATCH_BYTES - AFTER_RING_BYTES) / (SLOT_BYTES + 16);
     }
 
     __device__ __forceinline__ void initialize() const {
