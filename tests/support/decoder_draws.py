@@ -13,7 +13,6 @@ import argparse
 import random
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
@@ -147,15 +146,8 @@ def tried(model_type: str, seed: int, dtypes: Iterable[str] = ("float32",)) -> d
 def main(names: Iterable[str], seeds: Iterable[int], dtypes: Iterable[str]) -> int:
     """Try draws of model types and print their outcomes; return 1 if one is wrong or raw."""
     decoders._import()
-    counts: Counter[str] = Counter()
-    for seed in seeds:
-        for name in names or decoders.model_types():
-            outcomes, seconds = decoders.isolated(partial(tried, name, seed, dtypes))
-            for route, outcome in outcomes.items():
-                counts[outcome.kind] += 1
-                print(f"{name:24} {seed:3} {route:17} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
-    print(dict(counts))
-    return 1 if counts["wrong"] or counts["raw"] else 0
+    drawn = product(seeds, list(names) or decoders.model_types())
+    return decoders.print_outcomes((f"{name} {seed}", partial(tried, name, seed, dtypes)) for seed, name in drawn)
 
 
 if __name__ == "__main__":

@@ -329,6 +329,27 @@ def isolated(action: Callable[[], dict[str, Outcome]]) -> tuple[dict[str, Outcom
         process.join()
 
 
+def print_outcomes(
+    tries: Iterable[tuple[str, Callable[[], dict[str, Outcome]]]],
+    note: Callable[[str, dict[str, Outcome]], None] = lambda title, outcomes: None,
+) -> int:
+    """Try models, each in a process of its own, and print the outcomes; return 1 if one is wrong or raw.
+
+    Args:
+        tries: A model's title, and what tries it.
+        note: Is told each model's title and outcomes.
+    """
+    counts: Counter[str] = Counter()
+    for title, action in tries:
+        outcomes, seconds = isolated(action)
+        for route, outcome in outcomes.items():
+            counts[outcome.kind] += 1
+            print(f"{title:32} {route:17} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
+        note(title, outcomes)
+    print(dict(counts))
+    return 1 if counts["wrong"] or counts["raw"] else 0
+
+
 def _without_place(outcome: Outcome) -> Outcome:
     """An outcome that does not say in which temporary folder the model lay."""
     return replace(outcome, detail=re.sub(r"/\S*/(?=model\b)", "", outcome.detail))
@@ -350,18 +371,15 @@ def main(names: Iterable[str], results: Path | None, dtypes: Iterable[str], devi
     """Try model types on a device, and merge their outcomes into a file of results, if one is given."""
     _import()
     known = json.loads(results.read_text()) if results is not None and results.is_file() else {}
-    counts: Counter[str] = Counter()
-    for name in names or model_types():
-        outcomes, seconds = isolated(partial(tried, name, dtypes=dtypes, device=device))
-        for route, outcome in outcomes.items():
-            counts[outcome.kind] += 1
-            print(f"{name:24} {route:17} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
+
+    def note(name: str, outcomes: dict[str, Outcome]) -> None:
         known[name] = {route: asdict(_without_place(outcome)) for route, outcome in outcomes.items()}
         if results is not None:
             ordered = {kind: known[kind] for kind in sorted(known)}
             results.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
-    print(dict(counts))
-    return 1 if counts["wrong"] or counts["raw"] else 0
+
+    tries = ((name, partial(tried, name, dtypes=dtypes, device=device)) for name in names or model_types())
+    return print_outcomes(tries, note)
 
 
 if __name__ == "__main__":

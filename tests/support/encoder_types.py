@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -127,14 +126,7 @@ def tried(model_type: str) -> dict[str, Outcome]:
 def main(names: Iterable[str]) -> int:
     """Try model types and print their outcomes; return 1 if one is wrong or raw."""
     decoders._import()
-    counts: Counter[str] = Counter()
-    for name in names or model_types():
-        outcomes, seconds = decoders.isolated(partial(tried, name))
-        for route, outcome in outcomes.items():
-            counts[outcome.kind] += 1
-            print(f"{name:28} {route:8} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
-    print(dict(counts))
-    return 1 if counts["wrong"] or counts["raw"] else 0
+    return decoders.print_outcomes((name, partial(tried, name)) for name in names or model_types())
 
 
 if __name__ == "__main__":

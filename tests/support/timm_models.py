@@ -25,7 +25,7 @@ from typing import Any
 import timm
 import torch
 from decoder_answers import Outcome
-from decoders import attempt, isolated
+from decoders import attempt, print_outcomes
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -127,11 +127,6 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)
-    given, kinds = parser.parse_args(), Counter[str]()
-    for name in given.names or chosen(given.seed):
-        outcomes, seconds = isolated(partial(tried, name, given.seed))
-        for route, one in outcomes.items():
-            kinds[one.kind] += 1
-            print(f"{name:32} {route:42} {one.kind:8} {seconds:5.1f}s {one.detail}", flush=True)
-    print(dict(kinds))
-    sys.exit(1 if kinds["wrong"] or kinds["raw"] else 0)
+    given = parser.parse_args()
+    drawn = given.names or chosen(given.seed)
+    sys.exit(print_outcomes((name, partial(tried, name, given.seed)) for name in drawn))
