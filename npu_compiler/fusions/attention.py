@@ -29,6 +29,9 @@ def _rewrite_masked_softmax(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("npu.masked_softmax", match, (scores, bias))
 
 
+_PRODUCTS = "aten.matmul aten.bmm"
+
+
 def _capped(scores: Pattern) -> P:
     """tanh(scores / cap) · bound, which is a soft cap if the two numbers are one."""
     return mul(P("aten.tanh", (P("aten.div", (scores, Num("cap"))),)), Num("bound"))
@@ -39,20 +42,19 @@ def _attention_patterns() -> tuple[P, ...]:
 
     The scaled scores may have a soft cap.
     """
-    products = "aten.matmul aten.bmm"
-    raw = P(products, (q, k))
+    raw = P(_PRODUCTS, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
     result: list[P] = []
     for scores in scaled:
         scores = Maybe(scores)  # type: ignore[assignment]
         for bounded in (scores, _capped(scores)):
             result += (_attended(logits) for logits in (add(bounded, mask), bounded))
-    prescaled = P(products, (mul(q, Num("scale")), k))
+    prescaled = P(_PRODUCTS, (mul(q, Num("scale")), k))
     return (*result, *(_attended(logits) for logits in (add(prescaled, mask), prescaled)))
 
 
 def _attended(logits: Pattern) -> P:
-    return P("aten.matmul aten.bmm", (Maybe(_softmax(Maybe(logits))), v))
+    return P(_PRODUCTS, (Maybe(_softmax(Maybe(logits))), v))
 
 
 def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:

@@ -46,7 +46,7 @@ class WeightWatch:
 
     def has_changed(self) -> bool:
         """Return whether a change was detected since this watch was made."""
-        # Of each call's time, so in C: 24 µs for the 201 tensors and 227 submodules of BERT-base (AMD Zen 4).
+        # Runs at every call, so its loops are in C: 24 µs for the 199 tensors and 228 modules of BERT-base (AMD Zen 4).
         if sum([x._version for x in self._tensors]) != self._versions or self._parts != self._parts_before:
             return True
         if not all(map(operator.is_, map(dict.get, self._owned, self._names), self._values)):

@@ -63,7 +63,9 @@ _INSTRUCTIONS = {
     "griddepcontrol": "",
     "ld.acquire.cta.shared.u32": "%0 = cpu_poll<unsigned>(%1)",
     "ld.acquire.gpu.global.u32": "%0 = cpu_poll<unsigned>(%1)",
-    "ld.global.nc.L1::no_allocate.v4": "std::memcpy(&words, data, 16)",
+    "ld.global.nc.L1::no_allocate.v4": (
+        "%0 = cpu_at<uint4>(%4).x, %1 = cpu_at<uint4>(%4).y, %2 = cpu_at<uint4>(%4).z, %3 = cpu_at<uint4>(%4).w"
+    ),
     "ld.relaxed.gpu.global.v2.b64": (
         "cpu_yield(), %0 = cpu_at<unsigned long long>(%2), %1 = (&cpu_at<unsigned long long>(%2))[1]"
     ),
