@@ -14,7 +14,7 @@ from cuda_compiler.passes.routing import KERNEL as ROUTE
 from cuda_compiler.passes.weighted_sums import KERNEL as WEIGHTED_SUM
 from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, UNIT_ROWS
 from cuda_compiler.resident.phases import Phase, Stream
-from cuda_compiler.resident.products import PRODUCTS, InputNorms, own_rows, product_phase, stream_phase
+from cuda_compiler.resident.products import PRODUCTS, InputNorms, most_rows, own_rows, product_phase, stream_phase
 from cuda_compiler.rules.gates import GATED_EXPERTS, with_gate
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import itemsize
@@ -79,11 +79,11 @@ def _gated_phase(plan: ExecutionPlan, norm: KernelCall, route: KernelCall, gated
     """The phase that chooses the experts and multiplies the normalized row with the gated matrices of each of them."""
     x, weight, _ = gated.inputs
     choices, rows = gated.outputs[0].shape
-    own = own_rows(choices * rows, UNIT_ROWS // 2, rows)
+    row_bytes = x.shape[1] * itemsize(weight.dtype)
+    own = own_rows(choices * rows, most_rows(choices * rows, row_bytes, gated=True), rows)
     out = gated.outputs[0].reshape((1, choices * rows))
     if out is None or not _has_matrices(plan, weight):
         return None
-    row_bytes = x.shape[1] * itemsize(weight.dtype)
     stream = Stream(
         choices * rows // own,
         2 * own,
@@ -107,7 +107,7 @@ def _gated_phase(plan: ExecutionPlan, norm: KernelCall, route: KernelCall, gated
         return None
     constants = {"expert_choices": choices, "softmax_before": route.params["before"]}
     constants |= {"softmax_after": route.params["after"], "divides": route.params["divides"]}
-    constants["rounds_factors"] = route.outputs[1].dtype == out.dtype
+    constants |= {"rounds_factors": route.outputs[1].dtype == out.dtype, "rated_by_mailbox": False}
     inputs = {**phase.inputs, "ratings": route.inputs[0]}
     return replace(phase, inputs=inputs, constants={**phase.constants, **constants}, choices=choices)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cuda_compiler.resident.phases import BACKOFF_NS, Phase
+from cuda_compiler.resident.phases import BACKOFF_NS, Phase, is_long
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.views import View
@@ -34,8 +34,8 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
         assert out is not None
         inputs = after.inputs if after.stream else {**after.inputs, "message": out}
         result[index - 1] = replace(before, constants={**before.constants, "to_mailbox": True})
-        constants = {**after.constants, "from_mailbox": True}
-        if before.stream and after.stream and before.stream.is_long:
+        constants = {**after.constants, "rated_by_mailbox" if after.choices else "from_mailbox": True}
+        if before.stream and after.stream and is_long(before.stream.weight_bytes):
             constants["backoff_ns"] = BACKOFF_NS
         result[index] = replace(after, inputs=inputs, constants=constants)
         size = max(size, out.numel)
@@ -46,7 +46,7 @@ def _can_connect(before: Phase, after: Phase) -> bool:
     """Whether phase `after` may read the result of `before` from a mailbox, without the barrier between them (I11)."""
     out = before.outputs["out"]
     assert out is not None
-    names = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
+    names = received_operands(after)
     received = [view for name in names if (view := after.inputs[name]) is not None]
     if not _fits_mailbox(out) or not all(_is_part(view, out) for view in received):
         return False
@@ -62,6 +62,13 @@ def _can_connect(before: Phase, after: Phase) -> bool:
     updated = {view.buffer for view in after.outputs.values() if view is not None}
     used = {view.buffer for view in before.operands.values()}
     return updated.isdisjoint(used) and not (before.partials and after.partials)
+
+
+def received_operands(phase: Phase) -> tuple[str, ...]:
+    """Names of the operands that a phase reads from the mailbox, if it is connected with the phase before it."""
+    if phase.stream is None:
+        return ("unrotated", "key_source", "value_source")
+    return ("ratings",) if phase.choices else ("x",)
 
 
 def _fits_mailbox(out: View) -> bool:

@@ -16,6 +16,11 @@ MOST_IN_FLIGHT = 4  # while a block goes through a long weight
 _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
+def is_long(weight_bytes: int) -> bool:
+    """Whether a weight is so large that more slots in flight pay, and that blocks finish far apart."""
+    return weight_bytes > _LONG_BYTES
+
+
 @dataclass(frozen=True)
 class Side:
     """The scales or offsets of the rows of a quantized weight, as they are streamed.
@@ -63,11 +68,6 @@ class Stream:
     def weight_bytes(self) -> int:
         """Bytes of the whole weight; of a gated product, of both halves; of experts' weights, of the chosen ones."""
         return self.units * self.unit_rows * self.row_bytes * self.row_experts
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the weight is so large that more slots in flight pay, and that blocks finish far apart."""
-        return self.weight_bytes > _LONG_BYTES
 
     @property
     def slot_bytes(self) -> int:

@@ -27,7 +27,7 @@ from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.resident import phases as resident_phases
 from cuda_compiler.resident.experts import match_experts
 from cuda_compiler.resident.kernel import RESIDENT, find_runs, form_resident_kernels
-from cuda_compiler.resident.products import own_rows
+from cuda_compiler.resident.products import most_rows, own_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler import CompiledProgram
 from npu_compiler.program.kernels import KernelCall
@@ -252,6 +252,23 @@ def test_rows_are_shared_out_so_that_the_busiest_multiprocessor_has_the_fewest(r
 
     assert own_rows(rows, most) == own
     assert busiest(own) == min(map(busiest, range(most // 2 + 1, most + 1)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "most"),
+    [
+        (6144, 2560, False, 4),  # Qwen3-4B's QKV
+        (10240, 2560, True, 2),  # Gemma 3 4B's gate
+        (151936, 2048, False, 6),
+        (3072, 2048, False, 8),  # Llama 3.2 1B's QKV, which is not long
+        (28672, 4096, True, 4),  # Mistral 7B's gate: half a unit does not fit
+        (8960, 1536, True, 4),  # Qwen2.5-1.5B's: whole units do
+    ],
+)
+def test_units_of_long_weights_have_whole_rows_where_half_a_unit_of_them_fits(
+    rows: int, columns: int, gated: bool, most: int
+) -> None:
+    assert most_rows(rows, 2 * columns, gated) == most
 
 
 def decode(

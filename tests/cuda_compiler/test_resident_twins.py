@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_compiler.resident import twins
+from cuda_compiler.resident.layout import SLOT_BYTES
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.program.elementwise import ACTIVATIONS
 from npu_runtime import Backend
@@ -257,10 +258,13 @@ def long_products(dtype: str, seed: int, rows: int) -> Phases:
 
 
 def experts(dtype: str, seed: int, rows: int) -> Phases:
-    """Experts of two layers, between products, of more ratings than a warp has lanes; some factors are float32."""
+    """Experts of two layers, between products, of more ratings than a warp has lanes; some factors are float32.
+
+    The ratings of the second layer are not a multiple of 16, so they are read behind the barrier.
+    """
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.product(phases.operand("x", 1, 192), "first", 320)
-    h = phases.experts(h, "few", experts=40, choices=4, inner=192)
+    h = phases.experts(h, "few", experts=48, choices=4, inner=192)
     h = phases.product(h, "wider", 1280, normed=True)
     h = phases.experts(h, "many", experts=70, choices=6, inner=320, factors_dtype="float32")
     phases.product(h, "last", 700, normed=True)
@@ -323,8 +327,10 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
     phases.check(run_reference(phases), TOLERANCE["bfloat16"])
     call, make = resident(phases)
     text = make.sources[call.source]
-    choosing = text.count("ChosenExperts chosen(")  # by what the step before has written, so behind the barrier
-    assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 - choosing > 0
+    # Experts are chosen by ratings from the mailbox, which takes them 16 at a time.
+    received, choosing = (text.count(f"constexpr bool {name} = true;") for name in ("from_mailbox", "rated_by_mailbox"))
+    assert choosing == (kind == "experts")
+    assert received + choosing == text.count("namespace phase") - 1 - (kind == "experts") > 0
 
 
 @pytest.mark.slow
@@ -347,9 +353,14 @@ ON_A_CPU.append(pytest.param("long products", id="long products", marks=pytest.m
 
 
 @pytest.mark.parametrize("kind", ON_A_CPU)
-def test_the_phases_do_on_a_cpu_what_their_twins_say(kind: str, seed: int, tmp_path: Path) -> None:
+def test_the_phases_do_on_a_cpu_what_their_twins_say(
+    kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few blocks whose threads take turns, compiled as for a GPU with a copy engine or without one."""
     draw = Random(seed)
+    long_bytes, slot_bytes = draw.choice([(16 << 20, SLOT_BYTES), (1000, SLOT_BYTES), (1000, 8192)])
+    monkeypatch.setattr("cuda_compiler.resident.phases._LONG_BYTES", long_bytes)  # long weights have units of their own
+    monkeypatch.setattr("cuda_compiler.resident.products.SLOT_BYTES", slot_bytes)
     rows, dtype = draw.choice([1, 3, 8]), draw.choice(["bfloat16", "float16"])
     backend = EmulatedBackend(tmp_path, capability=draw.choice([80, 90]), blocks=draw.choice([2, 3]))
     check_phases(kind, rows, dtype, seed, backend, times=2)

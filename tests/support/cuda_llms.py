@@ -69,7 +69,7 @@ CONFIGS = {
         Qwen3Config, hidden_size=240, intermediate_size=328, head_dim=40, num_key_value_heads=1, vocab_size=501
     ),
     "qwen3 with experts": config(
-        Qwen3MoeConfig, num_experts=40, num_experts_per_tok=4, moe_intermediate_size=192, norm_topk_prob=True
+        Qwen3MoeConfig, num_experts=48, num_experts_per_tok=4, moe_intermediate_size=192, norm_topk_prob=True
     ),
 }
 

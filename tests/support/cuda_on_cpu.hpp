@@ -227,6 +227,13 @@ static unsigned __reduce_add_sync(unsigned, unsigned value) {
     }
     return sum;
 }
+static unsigned __reduce_max_sync(unsigned, unsigned value) {
+    unsigned largest = 0;
+    for (int lane = 0; lane < 32; lane++) {
+        largest = std::max(largest, __shfl_sync(0xffffffffu, value, lane));
+    }
+    return largest;
+}
 static int __any_sync(unsigned mask, int bit) { return __ballot_sync(mask, bit) != 0; }
 static int __syncthreads_or(int one) {
     int &some = cpu_current->block->some;

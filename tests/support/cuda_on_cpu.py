@@ -66,6 +66,7 @@ _INSTRUCTIONS = {
     "ld.global.nc.L1::no_allocate.v4": (
         "%0 = cpu_at<uint4>(%4).x, %1 = cpu_at<uint4>(%4).y, %2 = cpu_at<uint4>(%4).z, %3 = cpu_at<uint4>(%4).w"
     ),
+    "ld.relaxed.gpu.global.u16": "cpu_yield(), %0 = cpu_at<unsigned short>(%1)",
     "ld.relaxed.gpu.global.v2.b64": (
         "cpu_yield(), %0 = cpu_at<unsigned long long>(%2), %1 = (&cpu_at<unsigned long long>(%2))[1]"
     ),

@@ -171,6 +171,16 @@ struct Grid {
         return !wanted || !is_missing(found);
     }
 
+    // The same of one value.
+    template <typename T>
+    __device__ __forceinline__ bool receive_one(T &value, int index) const {
+        static_assert(sizeof(T) == 2, "a message has 16 bits");
+        unsigned short found;
+        asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(found) : "l"(message(before(mailbox, 1), index)) : "memory");
+        reinterpret_cast<unsigned short &>(value) = ~found;
+        return found != 0;
+    }
+
     // Begins to read the messages of eight values, as they are stored.
     __device__ __forceinline__ void request(unsigned (&found)[4], int index, bool wanted) const {
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"

@@ -12,7 +12,8 @@
 // I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
 //      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
 // I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gains and bias), and
-//      a residual or base that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
+//      a residual or base that is older than the step before. One with `rated_by_mailbox` reads ratings from there, and its x is
+//      older. What it writes, the step before does not use (`connect_mailboxes`).
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"

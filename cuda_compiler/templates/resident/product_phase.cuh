@@ -59,29 +59,43 @@ PREFETCH {
 
 // The choice of experts by the ratings of the step before, by one warp of the block. Factors are rounded where the program keeps
 // them in 16 bits.
-__device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, int step, const Ratings::type *ratings) {
+__device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, const Grid &grid, const Ratings::type *ratings) {
     constexpr int width = int(Ratings::size(1));
     constexpr int held = (width + WARP - 1) / WARP;
     float values[held];
+    for (bool missing = true; missing;) {
+        missing = false;
 #pragma unroll
-    for (int i = 0; i < held; i++) {
-        const int number = i * WARP + int(threadIdx.x % WARP);
-        values[i] = number < width ? to_float(ratings[number]) : -INFINITY_F;
+        for (int i = 0; i < held; i++) {
+            const int number = i * WARP + int(threadIdx.x % WARP);
+            values[i] = -INFINITY_F;
+            if (number < width) {
+                Ratings::type rating;
+                if constexpr (rated_by_mailbox) {
+                    missing |= !grid.receive_one(rating, number);
+                } else {
+                    rating = ratings[number];
+                }
+                values[i] = to_float(rating);
+            }
+        }
     }
     const Choice own = choice_of_row<width, expert_choices, softmax_before, softmax_after, divides>(values);
-    chosen.publish(step, own.number, rounds_factors ? to_float(from<Out::type>(own.weight)) : own.weight);
+    chosen.publish(grid.step, own.number, rounds_factors ? to_float(from<Out::type>(own.weight)) : own.weight);
 }
 #end
 
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = this_thread() / WARP;
-    grid.wait<from_mailbox>();  // I11
 #where choices
+    grid.wait<rated_by_mailbox>();  // I11
     const ChosenExperts chosen(ring.choice_place());
     if (warp == 0) {
-        choose_experts(chosen, grid.step, ratings);  // I26
+        choose_experts(chosen, grid, ratings);  // I26
     }
+#elsewhere
+    grid.wait<from_mailbox>();  // I11
 #end
     const Result first_own(this_thread(), 0);
     Addends addends;  // read before the sums are complete, and even before x is there (I19)

@@ -56,6 +56,23 @@ struct LaneRows {
     __device__ __forceinline__ int count(int row) const { return row < end ? smaller(copied, end - row) : 0; }
 };
 
+#if CHOICES > 0
+// A unit's number among those of its expert, and that expert's number among the chosen ones, found without divisions.
+struct ExpertUnit {
+    int expert = 0;
+    int unit;
+    int each;  // units that an expert has
+
+    __device__ __forceinline__ ExpertUnit(int unit, int each) : unit(unit), each(each) { advance(0); }
+
+    __device__ __forceinline__ void advance(int units) {
+        for (unit += units; unit >= each; unit -= each) {
+            expert++;
+        }
+    }
+};
+#endif
+
 // The slots, and the position in them of one warp: the one that fetches, or one that computes.
 struct Ring : Pipeline {
     char *slots;
@@ -192,20 +209,27 @@ struct Ring : Pipeline {
             if (stream.expert_units > 0) {
                 chosen = ChosenExperts(choice_place()).wait(step);
             }
-            // Where row 0 and chunk 0 of the weight that a unit and a chunk belong to are, or would be.
-            const auto weight_of = [&](int unit, int chunk) {
-                const int number = stream.expert_units > 0 ? unit / stream.expert_units : stream.expert_bytes > 0 ? chunk : 0;
+            // Of a weight without experts, or whose units are not divided among them, all units are those of number 0.
+            ExpertUnit first_own(blockIdx.x, stream.expert_units > 0 ? stream.expert_units : 0x7fffffff);
+            ExpertUnit own = first_own;
+            const auto begin_chunk = [&] { own = first_own; };
+            const auto end_unit = [&] { own.advance(gridDim.x); };
+            const auto end_units = [&] { first_own.advance(stream.units_together * gridDim.x); };
+            // Where row 0 and chunk 0 of the weight that the current unit and a chunk belong to are, or would be.
+            const auto weight_of = [&](int chunk) {
+                const int number = stream.expert_units > 0 ? own.expert : stream.expert_bytes > 0 ? chunk : 0;
                 const unsigned long long expert = __shfl_sync(0xffffffffu, chosen, number);
                 const unsigned begin = stream.row_experts > 1 ? chunk * stream.chunk_bytes : 0;
                 return whole + expert * stream.expert_bytes - begin;
             };
-            const auto row_of = [&](int unit) {
-                return (stream.expert_units > 0 ? unit % stream.expert_units : unit) * stream.own_rows;
-            };
+            const auto row_of = [&](int) { return own.unit * stream.own_rows; };
             const auto row_end = [&] { return stream.row_bytes * stream.row_experts; };
             const auto is_whole = [&] { return stream.expert_bytes == 0; };
 #else
-            const auto weight_of = [&](int, int) { return whole; };
+            const auto begin_chunk = [] {};
+            const auto end_unit = [] {};
+            const auto end_units = [] {};
+            const auto weight_of = [&](int) { return whole; };
             const auto row_of = [&](int unit) { return unit * stream.own_rows; };
             const auto row_end = [&] { return stream.row_bytes; };
             const auto is_whole = [] { return true; };
@@ -231,11 +255,12 @@ struct Ring : Pipeline {
             };
             for (int first = blockIdx.x; first < stream.units; first += together) {
                 for (unsigned begin = 0, chunk = 0; begin < row_end(); begin += stream.chunk_bytes, chunk++) {
+                    begin_chunk();
                     for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = row_of(unit);
                         begin_fetch(stream, in_flight, prefetch_ahead);
                         unsigned bytes = copy(
-                            codes.address(weight_of(unit, chunk), row, stream.row_bytes) + begin,
+                            codes.address(weight_of(chunk), row, stream.row_bytes) + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
                             codes.count(row) * min(row_end() - begin, stream.chunk_bytes)
                         );
@@ -246,8 +271,10 @@ struct Ring : Pipeline {
                             bytes += copy(side, sides.address(rows, row, side.row_bytes), chunk, sides.count(row));
                         }
                         end_fetch(bytes);
+                        end_unit();
                     }
                 }
+                end_units();
             }
         }
     }

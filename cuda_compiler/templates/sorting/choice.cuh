@@ -3,19 +3,20 @@
 
 #include "common/ordered.cuh"
 
-// An element's place in the order: the larger comes first, of equal ones that with the smaller number. 0 is behind all.
-__device__ __forceinline__ unsigned long long place_of(float value, int number) {
-    const unsigned rank = unsigned(key_of<false>(value)) ^ 0x80000000u;
-    return (unsigned long long)(rank) << 32 | (0xffffffffu - unsigned(number));
-}
+// An element's rank: the larger comes first. 0 is behind all, and no element has it.
+__device__ __forceinline__ unsigned rank_of(float value) { return unsigned(key_of<false>(value)) ^ 0x80000000u; }
 
-__device__ __forceinline__ unsigned long long warp_first(unsigned long long place) {
+__device__ __forceinline__ unsigned largest_of_warp(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, value);
+#else
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2) {
-        const unsigned long long other = __shfl_xor_sync(0xffffffffu, place, step);
-        place = other > place ? other : place;
+        const unsigned other = __shfl_xor_sync(0xffffffffu, value, step);
+        value = other > value ? other : value;
     }
-    return place;
+    return value;
+#endif
 }
 
 // Replaces a row's values, element `i * WARP + lane` as `values[i]`, by their softmax; those behind the end are -infinity.
@@ -55,34 +56,35 @@ __device__ __forceinline__ Choice choice_of_row(float (&values)[held]) {
     if constexpr (before) {
         softmax_of_row(values);
     }
-    unsigned long long places[held];
+    unsigned ranks[held];
 #pragma unroll
     for (int i = 0; i < held; i++) {
-        const int number = i * WARP + lane;
-        places[i] = number < width ? place_of(values[i], number) : 0;
+        ranks[i] = i * WARP + lane < width ? rank_of(values[i]) : 0;
     }
     Choice own;
 #pragma unroll
     for (int choice = 0; choice < choices; choice++) {
-        unsigned long long first = places[0];
+        unsigned rank = ranks[0];
+        int at = 0;  // the first of the lane's largest
 #pragma unroll
         for (int i = 1; i < held; i++) {
-            first = places[i] > first ? places[i] : first;
+            at = ranks[i] > rank ? i : at;
+            rank = ranks[i] > rank ? ranks[i] : rank;
         }
-        first = warp_first(first);
-        const int number = int(0xffffffffu - unsigned(first));
-        float value = 0.0f;
+        const unsigned first = largest_of_warp(rank);
+        // Of equal ones the first, which has the largest complement.
+        const int number = int(~largest_of_warp(rank == first ? ~unsigned(at * WARP + lane) : 0));
 #pragma unroll
         for (int i = 0; i < held; i++) {
-            if (places[i] == first) {
-                value = values[i];
-                places[i] = 0;
-            }
+            ranks[i] = i * WARP + lane == number ? 0 : ranks[i];
         }
-        value = __shfl_sync(0xffffffffu, value, number % WARP);
-        if (lane == choice) {
-            own = Choice{number, value};
-        }
+        own.number = lane == choice ? number : own.number;
+    }
+    // What a lane has chosen, another one may hold.
+#pragma unroll
+    for (int i = 0; i < held; i++) {
+        const float value = __shfl_sync(0xffffffffu, values[i], own.number % WARP);
+        own.weight = lane < choices && own.number / WARP == i ? value : own.weight;
     }
     if constexpr (after) {
         const float largest = warp_max(lane < choices ? own.weight : -INFINITY_F);
