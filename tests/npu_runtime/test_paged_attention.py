@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
@@ -167,23 +168,27 @@ def test_every_token_attends_to_its_own_sequence_up_to_itself(
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
-    ("width", "window", "sinks"),
-    [
-        (24, 0, None),
-        (64, 0, None),
-        (128, 0, None),
-        (24, 130, None),
-        (64, 37, None),
-        (128, 512, None),
-        (24, 0, 2.0),
-        (64, 37, 6.0),
-    ],
+    "case",
+    drawn(
+        [
+            (24, 0, None),
+            (64, 0, None),
+            (128, 0, None),
+            (24, 130, None),
+            (64, 37, None),
+            (128, 512, None),
+            (24, 0, 2.0),
+            (64, 37, 6.0),
+        ],
+        1 / 2,
+    ),
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_contexts_and_long_pieces(
-    library: str, width: int, window: int, sinks: float | None, dtype: np.dtype, seed: int
+    library: str, case: tuple[int, int, float | None], dtype: np.dtype, seed: int
 ) -> None:
     """Contexts that several threads divide, pieces of prompts of many tiles, and more rows than pass together."""
+    width, window, sinks = case
     lengths = [(700, 1), (1, 3), (0, 150), (350, 2), (300, 70), (1600, 4)]
     sizes: dict[str, Any] = {"block_size": 16, "heads": (6, 1), "width": width, "window": window}
     check(library, make_pool(seed, lengths, **sizes, dtype=dtype, sinks=sinks))
