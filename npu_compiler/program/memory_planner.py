@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View
 
 
-def plan_memory(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
+def inputs_of_elementwise(call: KernelCall) -> Sequence[View]:
+    """The inputs of an element-wise call, and none of another call."""
+    return () if elementwise_kernel(call) is None else call.inputs
+
+
+def plan_memory(
+    plan: ExecutionPlan, alignment: int, may_overwrite: Callable[[KernelCall], Sequence[View]] = inputs_of_elementwise
+) -> ExecutionPlan:
     """Fill in lifetimes and offsets of every arena buffer, and the arena's size in bytes.
 
     Largest buffers are placed first, each at the lowest offset that is free throughout its lifetime (greedy by size;
-    Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). An element-wise call may
-    write over an input that no later call reads.
+    Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020).
+
+    Args:
+        may_overwrite: Returns the inputs of a call whose elements it reads no later than it writes those of its output
+            in the same places. The output may take such an input's memory if no later call reads that.
     """
     lifetimes = _lifetimes(plan.calls)
     buffers = {}
@@ -24,7 +36,7 @@ def plan_memory(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
     arena = sorted(
         (b for b in buffers.values() if b.kind == "arena"), key=lambda b: (-b.size_bytes, b.first_use, b.name)
     )
-    reuse = _in_place_pairs(plan, buffers)
+    reuse = _in_place_pairs(plan, buffers, may_overwrite)
     placed: list[BufferAllocation] = []
     for buffer in arena:
         offset = _lowest_free_offset(buffer, placed, reuse, alignment)
@@ -43,18 +55,21 @@ def _lifetimes(calls: list[KernelCall]) -> dict[str, tuple[int, int]]:
     return lifetimes
 
 
-def _in_place_pairs(plan: ExecutionPlan, buffers: dict[str, BufferAllocation]) -> set[tuple[str, str]]:
-    """Pairs (input that no later call reads, output) of element-wise calls whose elements line up byte for byte."""
+def _in_place_pairs(
+    plan: ExecutionPlan,
+    buffers: dict[str, BufferAllocation],
+    may_overwrite: Callable[[KernelCall], Sequence[View]],
+) -> set[tuple[str, str]]:
+    """Pairs (input that no later call reads and its call may overwrite, output) that line up byte for byte."""
     pairs = set()
     for index, call in enumerate(plan.calls):
-        is_generated = call.source in plan.sources
-        if is_generated or elementwise_kernel(call) is None or len(call.outputs) != 1:
+        if call.source in plan.sources or len(call.outputs) != 1:
             continue
         out = call.outputs[0]
         result = buffers[out.buffer]
         if result.kind != "arena" or result.first_use != index:
             continue
-        for view in call.inputs:
+        for view in may_overwrite(call):
             source = buffers[view.buffer]
             aligned = (view.strides, view.offset, view.dtype, view.shape) == (
                 out.strides,

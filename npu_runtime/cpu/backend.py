@@ -42,6 +42,7 @@ from npu_runtime.cpu.native.build import is_compiling, yield_to_programs
 from npu_runtime.cpu.native.candidates import native_candidates
 from npu_runtime.cpu.native.threads import usable_threads
 from npu_runtime.cpu.placed_parts import place_parts
+from npu_runtime.cpu.residuals import write_over_residuals
 from npu_runtime.cpu.torch_candidates import torch_candidates
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.hardware import Ceilings
@@ -206,7 +207,8 @@ class CPUBackend(Backend):
     def laid_out(self, plan: ExecutionPlan) -> ExecutionPlan:
         if self._is_early or not self.native:
             return plan
-        return place_parts(channels_last(plan, native_layout().has_pairs), self.config.buffer_alignment)
+        alignment = self.config.buffer_alignment
+        return write_over_residuals(place_parts(channels_last(plan, native_layout().has_pairs), alignment), alignment)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         early = self._is_early
