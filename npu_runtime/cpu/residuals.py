@@ -17,7 +17,7 @@ def write_over_residuals(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
 
 
 def _may_overwrite(call: KernelCall) -> Sequence[View]:
-    """Inputs of element-wise calls, and residuals of convolutions, each element of which is read before it is written."""
+    """The inputs of an element-wise call, or a convolution's residual: each element is read before it is written."""
     if call.kernel != "conv2d_kernel":
         return inputs_of_elementwise(call)
     residual = KERNELS[call.kernel].inputs_of(call)["residual"]
