@@ -171,7 +171,7 @@ struct Grid {
         return !wanted || !is_missing(found);
     }
 
-    // The same of one value.
+    // Reads one value of the step before; returns whether it has been written (I13, I14).
     template <typename T>
     __device__ __forceinline__ bool receive_one(T &value, int index) const {
         static_assert(sizeof(T) == 2, "a message has 16 bits");
