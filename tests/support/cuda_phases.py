@@ -42,6 +42,7 @@ class Phases:
     kinds: dict[str, BufferKind] = field(default_factory=dict)
     expected: dict[str, Array] = field(default_factory=dict)
     products: dict[str, Callable[[Mapping[str, Array]], Array]] = field(default_factory=dict)
+    sums: dict[str, Callable[[Mapping[str, Array]], Array]] = field(default_factory=dict)  # of gated products
 
     def operand(
         self, name: str, *shape: int, kind: BufferKind = "input", values: Any = None, dtype: str | None = None
@@ -103,6 +104,8 @@ class Phases:
         self.call(f"quantized_{kernel}" if format else kernel, inputs, [out], **params)
         twin = twins.gated_product if gated else twins.product
         self._expect(out, lambda held: twin(_of(x, held), dense, _activate(activation), **options))
+        if gated:
+            self.sums[out.buffer] = lambda held: twins.product(_of(x, held), dense, _activate("none"), **options)
         return out
 
     def experts(
@@ -347,7 +350,8 @@ class Phases:
         """Compares what buffers hold after the calls with the twins' results.
 
         The twin of a product gets what the product has read. The twin's own result of the phase before may differ in
-        a last bit of a few values, which thousands of sums make larger.
+        a last bit of a few values, which thousands of sums make larger. What gates differ by is multiplied with what
+        they gate, and the reverse.
         """
         held = {**self.data, **self.expected, **found}
         for name, product in self.products.items():
@@ -357,8 +361,11 @@ class Phases:
         for name, array in found.items():
             wanted = expected[name].astype(np.float32)
             value = array.astype(np.float32).reshape(wanted.shape)
-            error = np.abs(value - wanted)
-            right = (error <= tolerance * (1 + np.abs(wanted))) | np.isnan(value) & np.isnan(wanted)
+            error, size = np.abs(value - wanted), 1 + np.abs(wanted)
+            if name in self.sums:
+                gate, up = np.split(np.abs(self.sums[name](held).astype(np.float32)), 2, -1)
+                size = (1 + gate) * (1 + up)
+            right = (error <= tolerance * size) | np.isnan(value) & np.isnan(wanted)
             assert right.all(), (name, float(np.nanmax(error)))
 
 
