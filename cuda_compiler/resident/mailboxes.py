@@ -46,7 +46,7 @@ def _can_connect(before: Phase, after: Phase) -> bool:
     """Whether phase `after` may read the result of `before` from a mailbox, without the barrier between them (I11)."""
     out = before.outputs["out"]
     assert out is not None
-    names = received_operands(after)
+    names = _received_operands(after)
     received = [view for name in names if (view := after.inputs[name]) is not None]
     if not _fits_mailbox(out) or not all(_is_part(view, out) for view in received):
         return False
@@ -64,7 +64,7 @@ def _can_connect(before: Phase, after: Phase) -> bool:
     return updated.isdisjoint(used) and not (before.partials and after.partials)
 
 
-def received_operands(phase: Phase) -> tuple[str, ...]:
+def _received_operands(phase: Phase) -> tuple[str, ...]:
     """Names of the operands that a phase reads from the mailbox, if it is connected with the phase before it."""
     if phase.stream is None:
         return ("unrotated", "key_source", "value_source")

@@ -359,7 +359,7 @@ def test_the_phases_do_on_a_cpu_what_their_twins_say(
     """A few blocks whose threads take turns, compiled as for a GPU with a copy engine or without one."""
     draw = Random(seed)
     long_bytes, slot_bytes = draw.choice([(16 << 20, SLOT_BYTES), (1000, SLOT_BYTES), (1000, 8192)])
-    monkeypatch.setattr("cuda_compiler.resident.phases._LONG_BYTES", long_bytes)  # long weights have units of their own
+    monkeypatch.setattr("cuda_compiler.resident.phases._LONG_BYTES", long_bytes)  # small weights count as long
     monkeypatch.setattr("cuda_compiler.resident.products.SLOT_BYTES", slot_bytes)
     rows, dtype = draw.choice([1, 3, 8]), draw.choice(["bfloat16", "float16"])
     backend = EmulatedBackend(tmp_path, capability=draw.choice([80, 90]), blocks=draw.choice([2, 3]))

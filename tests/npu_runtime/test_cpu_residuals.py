@@ -22,7 +22,7 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
 
 
 class Residuals(nn.Module):
-    """A chain of drawn convolutions that add what came before; the sum of some of these is read again in the end."""
+    """A chain of drawn convolutions, each of which adds its input; some of these are read again later."""
 
     def __init__(self, draw: Random, channels: int) -> None:
         super().__init__()

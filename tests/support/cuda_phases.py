@@ -350,8 +350,8 @@ class Phases:
         """Compares what buffers hold after the calls with the twins' results.
 
         The twin of a product gets what the product has read. The twin's own result of the phase before may differ in
-        a last bit of a few values, which thousands of sums make larger. What gates differ by is multiplied with what
-        they gate, and the reverse.
+        a last bit of a few values, which thousands of sums make larger. The error of a gated product grows with the
+        size of both of its sums, since each is multiplied with the other's error.
         """
         held = {**self.data, **self.expected, **found}
         for name, product in self.products.items():
