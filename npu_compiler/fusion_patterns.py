@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from npu_compiler.errors import NPUError
-from npu_compiler.fusions.activations import ADD_RELU, GATED_ACTIVATION, GELU, GELU_TANH, SILU
+from npu_compiler.fusions.activations import ADD_RELU, CLAMPED_GATE, GATED_ACTIVATION, GELU, GELU_TANH, SILU
 from npu_compiler.fusions.attention import ATTENTION, MASKED_SOFTMAX, share_kv_heads
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import CONV_EPILOGUE
@@ -38,6 +38,7 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "share_kv_heads": share_kv_heads,
     "rope": ROPE,
     "masked_softmax": MASKED_SOFTMAX,
+    "clamped_gate": CLAMPED_GATE,
     "gated_activation": GATED_ACTIVATION,
     "conv_epilogue": CONV_EPILOGUE,
     "shared_input_linears": fuse_shared_input_linears,

@@ -35,6 +35,13 @@ def silu_mul(g: IRBuilder) -> Tensor:
     return g("aten.mul.Tensor", g("aten.silu.default", g.input("x", 4, 64)), g.weight("w", 4, 64))
 
 
+def clamped_gate(g: IRBuilder) -> Tensor:
+    gate = g("aten.clamp.default", g.input("x", 4, 64), None, 1.25)
+    up = g("aten.clamp.default", g.weight("w", 4, 64), -1.25, 1.25)
+    opened = g("aten.mul.Tensor", gate, g("aten.sigmoid.default", g("aten.mul.Tensor", gate, 1.702)))
+    return g("aten.mul.Tensor", g("aten.add.Tensor", up, 1), opened)
+
+
 def masked_softmax(g: IRBuilder) -> Tensor:
     return g("aten.softmax.int", g("aten.add.Tensor", g.input("x", 1, 2, 8, 8), g.weight("w", 1, 1, 8, 8)), -1)
 
@@ -44,6 +51,7 @@ PATTERNS: dict[Callable[[IRBuilder], Tensor], str] = {
     add_relu: "add_relu_kernel",
     rms_norm: "rmsnorm_kernel",
     silu_mul: "silu_mul_kernel",
+    clamped_gate: "clamped_silu_mul_kernel",
     masked_softmax: "masked_softmax_kernel",
 }
 

@@ -454,6 +454,16 @@ elementwise(
     "npu.gelu_tanh_mul",
     "npu.gelu_tanh_mul",
 )
+elementwise(
+    "clamped_silu_mul",
+    "self other",
+    "(a > limit ? limit : a) / (1 + exp(-alpha * (a > limit ? limit : a)))"
+    " * ((b < -limit ? -limit : b > limit ? limit : b) + 1)",
+    "npu.clamped_silu_mul",
+    "npu.clamped_silu_mul",
+    alpha=1.702,
+    limit=7.0,
+)
 elementwise("add_relu", "self other", "a + b < 0 ? 0 : a + b", "npu.add_relu", "npu.add_relu", integer=SAME)
 elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")
 

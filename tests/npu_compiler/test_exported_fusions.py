@@ -168,6 +168,23 @@ def rotate_pieces(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torc
     return tuple(y * 2 for y in apply_rotary_pos_emb(q, k, cos, sin))
 
 
+def clamped_gate(
+    gate: torch.Tensor, up: torch.Tensor, *, alpha: float = 1.702, above: float = 0.5, within: float = 0.5
+) -> torch.Tensor:
+    """The gate of gpt-oss's experts, whose limits are equal there."""
+    gate, up = gate.clamp(max=above), up.clamp(-within, within)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def clamped_gate_of_columns(x: torch.Tensor, **limits: float) -> torch.Tensor:
+    return clamped_gate(x[..., ::2], x[..., 1::2], **limits)
+
+
+def clamped_gate_the_other_way(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp_max(0.75), up.clamp_min(-0.75).clamp_max(0.75)
+    return torch.sigmoid(2 * gate) * gate * (1 + up)
+
+
 def places(like: torch.Tensor, count: int = 2) -> torch.Tensor:
     return torch.arange(count, device=like.device) * 2
 
@@ -210,6 +227,24 @@ CASES = {
     ),
     "masked-softmax": Case(
         "masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))
+    ),
+    "clamped-gate": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul", alpha=1.702, limit=0.5),
+        function(clamped_gate_of_columns),
+        ((2, 3, 16),),
+    ),
+    "clamped-gate-the-other-way": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul", alpha=2.0, limit=0.75),
+        function(clamped_gate_the_other_way),
+        (ROWS, ROWS),
+    ),
+    "clamped-gate-without-alpha": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul", alpha=1.0, limit=0.5),
+        function(lambda x, y: (F.hardtanh(y, -0.5, 0.5) + 1) * F.silu(x.clamp(max=0.5))),
+        (ROWS, ROWS),
     ),
     "silu-mul": Case("gated_activation", op("npu.silu_mul"), function(lambda x, y: F.silu(x) * y), (ROWS, ROWS)),
     "geglu": Case("gated_activation", op("npu.gelu_mul"), function(lambda x, y: F.gelu(x) * y), (ROWS, ROWS)),
@@ -423,6 +458,35 @@ LOOKALIKES = {
         rotations_of(2),
         function(lambda x, c, s: rotate_pieces(heads(x[:, :8]), heads(x[:, 8:]), c, s)),
         ((1, 16, 8), (1, 8, 8), (1, 8, 8)),
+        0,
+    ),
+    "clamped-gate-of-two-limits": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul"),
+        function(functools.partial(clamped_gate, above=1.0)),
+        (ROWS, ROWS),
+        0,
+    ),
+    "clamped-gate-of-limits-apart": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul"),
+        function(lambda x, y: (y.clamp(-1.0, 0.5) + 1) * F.silu(x.clamp(max=0.5))),
+        (ROWS, ROWS),
+        0,
+    ),
+    "gate-clamped-from-below": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul"),
+        function(lambda x, y: (y.clamp(-0.5, 0.5) + 1) * F.silu(x.clamp(-0.5, 0.5))),
+        (ROWS, ROWS),
+        0,
+    ),
+    "clamped-gate-of-a-row": Case("clamped_gate", op("npu.clamped_silu_mul"), function(clamped_gate), (ROW, ROWS), 0),
+    "clamped-gate-by-a-negative-limit": Case(
+        "clamped_gate",
+        op("npu.clamped_silu_mul"),
+        function(functools.partial(clamped_gate, above=-0.5, within=-0.5)),
+        (ROWS, ROWS),
         0,
     ),
     "norm-of-integers": Case("rms_norm", op("npu.rms_norm"), function(norm_of_integers), (ROWS,), 0),

@@ -376,6 +376,35 @@ def masked_softmax(g: IRBuilder) -> None:
 
 
 @shows(
+    "clamped_gate",
+    given="""
+    %gate = aten.slice(%x) {dim=1, end=16, start=0, step=2}
+    %up = aten.slice(%x) {dim=1, end=16, start=1, step=2}
+    %clamp = aten.clamp(%gate) {max=2.5}
+    %clamp_1 = aten.clamp(%up) {max=2.5, min=-2.5}
+    %mul = aten.mul(%clamp) {other=1.702}
+    %sigmoid = aten.sigmoid(%mul)
+    %mul_1 = aten.mul(%clamp, %sigmoid)
+    %add = aten.add(%clamp_1) {other=1}
+    %mul_2 = aten.mul(%add, %mul_1)
+    return %mul_2
+    """,
+    result="""
+    %gate = aten.slice(%x) {dim=1, end=16, start=0, step=2}
+    %up = aten.slice(%x) {dim=1, end=16, start=1, step=2}
+    %mul_2 = npu.clamped_silu_mul(%gate, %up) {alpha=1.702, limit=2.5}
+    return %mul_2
+    """,
+)
+def clamped_gate(g: IRBuilder) -> None:
+    x = g.input("x", 3, 16)
+    gate, up = (g("aten.slice.Tensor", x, 1, first, 16, 2, name=name) for first, name in ((0, "gate"), (1, "up")))
+    gate, up = g("aten.clamp.default", gate, None, 2.5), g("aten.clamp.default", up, -2.5, 2.5)
+    opened = g("aten.mul.Tensor", gate, g("aten.sigmoid.default", g("aten.mul.Tensor", gate, 1.702)))
+    g.output(g("aten.mul.Tensor", g("aten.add.Tensor", up, 1), opened))
+
+
+@shows(
     "gated_activation",
     given="""
     %gelu = aten.gelu(%gate)

@@ -387,6 +387,8 @@ def test_pointwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     check(out, a.double() * b[..., :1].double())
     run(native.activation_mul("silu", a, b, out))
     check(out, functional.silu(a.double()) * b.double())
+    run(native.clamped_silu_mul(a * 4, b * 4, 1.25, 3.0, out))
+    check(out, clamped_gate((a * 4).double(), (b * 4).double(), 1.25, 3.0))
     for name, function in ACTIVATIONS.items():
         run(native.activation(name, a * 4, out))
         check(out, function(a.double() * 4))
@@ -394,6 +396,29 @@ def test_pointwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         converted = blank(*shape, dtype=other)
         run(native.cast(a, converted))
         torch.testing.assert_close(converted, a.to(other), rtol=0, atol=0)
+
+
+def clamped_gate(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width", ((1, 5), (4, 33), (3, 9001)))
+def test_a_clamped_gate_reads_neighbouring_columns(dtype: torch.dtype, rows: int, width: int) -> None:
+    both, out = (3 * torch.randn(rows, 2 * width)).to(dtype), blank(rows, width, dtype=dtype)
+    run(native.clamped_silu_mul(both[:, ::2], both[:, 1::2], 1.702, 7.0, out))
+    check(out, clamped_gate(both[:, ::2].double(), both[:, 1::2].double(), 1.702, 7.0))
+    run(native.clamped_silu_mul(both[:, ::2].float(), both[:, 1::2], 1.702, 2.0, out))
+    check(out, clamped_gate(both[:, ::2].double(), both[:, 1::2].double(), 1.702, 2.0))
+
+
+def test_a_clamped_gate_passes_nan_on_and_clamps_infinity() -> None:
+    nan, inf = torch.nan, torch.inf
+    a, b = torch.tensor([nan, 1.0, inf, 2.0, 3.0, -1e30]), torch.tensor([1.0, nan, -2.0, inf, -inf, 5.0])
+    out = blank(6)
+    run(native.clamped_silu_mul(a, b, 1.702, 7.0, out))
+    torch.testing.assert_close(out, clamped_gate(a, b, 1.702, 7.0), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,7 +33,7 @@ from npu_runtime.cpu.native.quantized.quantized import (
 from npu_runtime.cpu.native.rows.elementwise import elementwise
 from npu_runtime.cpu.native.rows.norm import layer_norm, rms_norm, softmax
 from npu_runtime.cpu.native.rows.order import argsort, place_of_extreme
-from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, mul
+from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, clamped_silu_mul, mul
 from npu_runtime.cpu.native.rows.rope import rope
 from npu_runtime.cpu.native.rows.sums import sum_last
 
@@ -51,6 +51,7 @@ __all__ = [
     "attention",
     "available",
     "cast",
+    "clamped_silu_mul",
     "copy",
     "elementwise",
     "embedding",

@@ -282,6 +282,14 @@ def _gated(call: ArrayCall) -> NativeLaunch | None:
     return native.activation_mul(GATES[call.name], gate, up, call.out)
 
 
+@_accelerates("clamped_silu_mul")
+def _clamped_gate(call: ArrayCall) -> NativeLaunch | None:
+    if len(call.inputs) != 2:
+        return None
+    gate, up = call.inputs
+    return native.clamped_silu_mul(gate, up, call.params["alpha"], call.params["limit"], call.out)
+
+
 def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:
     first, second, third, fourth = values
     return first, second, third, fourth

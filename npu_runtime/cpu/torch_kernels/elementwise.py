@@ -30,6 +30,12 @@ def _remainder(function: Callable[..., torch.Tensor], a: Any, b: Any) -> torch.T
     return result
 
 
+def _clamped_silu_mul(a: torch.Tensor, b: Any, alpha: float, limit: float) -> torch.Tensor:
+    """The product of a clamped and gated operand and of another one that is clamped and incremented."""
+    gate, up = torch.clamp(a, max=limit), torch.clamp(torch.as_tensor(b), -limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.copy": lambda x: x,
     "torch.remainder": functools.partial(_remainder, torch.remainder),
@@ -47,6 +53,7 @@ _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.silu_mul": lambda a, b: F.silu(a) * b,
     "npu.gelu_mul": lambda a, b: F.gelu(a) * b,
     "npu.gelu_tanh_mul": lambda a, b: F.gelu(a, approximate="tanh") * b,
+    "npu.clamped_silu_mul": _clamped_silu_mul,
     "npu.add_relu": lambda a, b: torch.relu(a + b),
     "npu.scale_shift": lambda x, scale, shift: x * scale + shift,
     "npu.heaviside": lambda x, values: torch.where(torch.as_tensor(x) == 0, values, torch.as_tensor(x > 0)),

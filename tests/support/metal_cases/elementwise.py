@@ -50,6 +50,7 @@ SCALAR_PLACES: dict[str, tuple[int, ...]] = {
     "clamp_max": (1,),
     "glu": (0,),
     "silu_mul": (1,),
+    "clamped_silu_mul": (1,),
     "gelu_mul": (1,),
     "gelu_tanh_mul": (1,),
     "scale_shift": (1, 2),
@@ -73,6 +74,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "softshrink": {"lambd": 0.75},
     "threshold": {"threshold": 1, "value": -3},
     "logit": {"eps": 0.125},
+    "clamped_silu_mul": {"alpha": 1.25, "limit": 2.0},
     "nan_to_num": {"nan": 2.5, "posinf": 100.0, "neginf": -50.0},
     "polygamma": {"order": 2.0, "factor": -2.0},
 }

@@ -1,4 +1,5 @@
-// out = activation(a), or that plus or times b: additions, products, gated activations and casts are one kernel.
+// out = activation(a), or that plus or times b: additions, products, gated activations and casts are one kernel. Gates
+// within limits are another one.
 #include "activation.h"
 #include "rows.h"
 
@@ -13,6 +14,11 @@ struct PointwiseArgs {
   Combine combine;
 };
 
+struct ClampedGateArgs {
+  View a, b, out;  // of out's size; the last stride of out is 1
+  float alpha, limit;
+};
+
 // Operands of one type, known at compile time, and of several types.
 template <class T>
 struct Same {
@@ -20,7 +26,8 @@ struct Same {
     return load_n(reinterpret_cast<const T*>(view.data) + at, count);
   }
   static NPU_INLINE Vec read_strided(const View& view, int64_t at, int64_t count) {
-    return load_strided<0>(reinterpret_cast<const T*>(view.data) + at, view.stride[3], count);
+    const T* data = reinterpret_cast<const T*>(view.data) + at;
+    return view.stride[3] == 2 ? load_strided<2>(data, 2, count) : load_strided<0>(data, view.stride[3], count);
   }
   static NPU_INLINE void write(const View& view, int64_t at, Vec v, int64_t count) {
     store_n(reinterpret_cast<T*>(view.data) + at, v, count);
@@ -130,7 +137,30 @@ void pointwise(const PointwiseArgs& args) {
   });
 }
 
+template <class Access>
+void run_clamped(const ClampedGateArgs& args) {
+  const View &a = args.a, &b = args.b, &out = args.out;
+  const Vec high = splat(args.limit), low = splat(-args.limit);
+  for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
+    const int64_t row_a = offset(a, i, j, k), row_b = offset(b, i, j, k), row_out = offset(out, i, j, k);
+    for (int64_t x = begin; x < end; x += kLanes) {
+      const int64_t count = end - x;
+      const Vec gate = min(high, read_run<Access>(a, row_a, x, count));  // in this order NaN passes through
+      const Vec up = min(high, max(low, read_run<Access>(b, row_b, x, count)));
+      Access::write(out, row_out + x, times_sigmoid(gate, args.alpha * gate) * (up + 1.0f), count);
+    }
+  });
+}
+
+// out = g sigmoid(alpha g) (u + 1), where g is a, but at most limit, and u is b, but between -limit and limit.
+void clamped_silu_mul(const ClampedGateArgs& args) {
+  const Dtype dtype = args.out.dtype;
+  if (args.a.dtype != dtype || args.b.dtype != dtype) return run_clamped<Mixed>(args);
+  with_type(dtype, [&](auto* type) { run_clamped<Same<std::remove_pointer_t<decltype(type)>>>(args); });
+}
+
 }  // namespace
 }  // namespace npu
 
 NPU_KERNEL(pointwise, npu::PointwiseArgs, npu::pointwise)
+NPU_KERNEL(clamped_silu_mul, npu::ClampedGateArgs, npu::clamped_silu_mul)

@@ -30,6 +30,14 @@ class _PointwiseArgs(ArgumentBlock):
             yield getattr(self, name).extent(name, self.out.size)
 
 
+class _ClampedGateArgs(ArgumentBlock):
+    _fields_ = [("a", View), ("b", View), ("out", View), ("alpha", ctypes.c_float), ("limit", ctypes.c_float)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("a", "b", "out"):
+            yield getattr(self, name).extent(name, self.out.size)
+
+
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepare out = a + b with broadcasting; out may be an operand. None without a kernel for the operands."""
     return _pointwise(a, b, "none", _ADD, out)
@@ -43,6 +51,19 @@ def mul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
 def activation_mul(activation: str, gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepare out = activation(gate) * up with broadcasting, for the activations of `linear`; None without a kernel."""
     return _pointwise(gate, up, activation, _MULTIPLY, out)
+
+
+def clamped_silu_mul(
+    gate: np.ndarray, up: np.ndarray, alpha: float, limit: float, out: np.ndarray
+) -> NativeLaunch | None:
+    """Prepare out = g · sigmoid(alpha · g) · (u + 1) with broadcasting; None without a kernel for the operands.
+
+    Here g is the gate, but at most `limit`, and u is `up`, but between -limit and limit.
+    """
+    described = _described([gate, up, out])
+    if described is None:
+        return None
+    return launch("clamped_silu_mul", _ClampedGateArgs(*described, alpha, limit), gate, up, out)
 
 
 def activation(kind: str, x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
@@ -71,16 +92,24 @@ def _pointwise(
     a: np.ndarray, b: np.ndarray | None, activation: str, combine: int, out: np.ndarray
 ) -> NativeLaunch | None:
     operands = [a, out] if b is None else [a, b, out]
-    if not available() or activation not in ACTIVATIONS or out.size == 0:
-        return None
-    if any(t.dtype not in DTYPES for t in operands):
-        return None
-    described = in_order_of(out, operands)
-    if described is None or described[-1].stride[3] != 1:
+    described = _described(operands) if activation in ACTIVATIONS else None
+    if described is None:
         return None
     if b is None:
         described.insert(1, View())
     return launch("pointwise", _PointwiseArgs(*described, ACTIVATIONS[activation], combine), *operands)
+
+
+def _described(operands: Sequence[np.ndarray]) -> list[View] | None:
+    """Floats, of which the last are the result, as views whose result is packed along its last dimension.
+
+    None if there are no native kernels, or they do not handle these operands.
+    """
+    out = operands[-1]
+    if not available() or out.size == 0 or any(t.dtype not in DTYPES for t in operands):
+        return None
+    described = in_order_of(out, operands)
+    return None if described is None or described[-1].stride[3] != 1 else described
 
 
 def in_order_of(out: np.ndarray, operands: Sequence[np.ndarray]) -> list[View] | None:
