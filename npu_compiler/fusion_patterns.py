@@ -20,7 +20,7 @@ from npu_compiler.fusions.linear import (
     fuse_shared_input_linears,
 )
 from npu_compiler.fusions.norms import LAYER_NORM, RMS_NORM
-from npu_compiler.fusions.rope import ROPE, share_rope
+from npu_compiler.fusions.rope import ROPE, ROPE_BY_HALVES, share_rope
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.op_support import supports_node
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
@@ -37,6 +37,7 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "attention": ATTENTION,
     "share_kv_heads": share_kv_heads,
     "rope": ROPE,
+    "rope_by_halves": ROPE_BY_HALVES,
     "masked_softmax": MASKED_SOFTMAX,
     "clamped_gate": CLAMPED_GATE,
     "gated_activation": GATED_ACTIVATION,

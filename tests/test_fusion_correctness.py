@@ -42,6 +42,14 @@ def clamped_gate(g: IRBuilder) -> Tensor:
     return g("aten.mul.Tensor", g("aten.add.Tensor", up, 1), opened)
 
 
+def rope_by_halves(g: IRBuilder) -> Tensor:
+    x, cos, sin = g.input("x", 1, 4, 5, 16), g.weight("cos", 5, 8), g.weight("sin", 5, 8)
+    first, second = (g("aten.slice.Tensor", x, 3, start, start + 8) for start in (0, 8))
+    lower = g("aten.sub.Tensor", g("aten.mul.Tensor", first, cos), g("aten.mul.Tensor", second, sin))
+    upper = g("aten.add.Tensor", g("aten.mul.Tensor", second, cos), g("aten.mul.Tensor", first, sin))
+    return g("aten.cat.default", [lower, upper], -1)
+
+
 def masked_softmax(g: IRBuilder) -> Tensor:
     return g("aten.softmax.int", g("aten.add.Tensor", g.input("x", 1, 2, 8, 8), g.weight("w", 1, 1, 8, 8)), -1)
 
@@ -52,6 +60,7 @@ PATTERNS: dict[Callable[[IRBuilder], Tensor], str] = {
     rms_norm: "rmsnorm_kernel",
     silu_mul: "silu_mul_kernel",
     clamped_gate: "clamped_silu_mul_kernel",
+    rope_by_halves: "rope_kernel",
     masked_softmax: "masked_softmax_kernel",
 }
 

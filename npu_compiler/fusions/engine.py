@@ -79,6 +79,10 @@ def add(left: Pattern, right: Pattern) -> P:
     return P("aten.add", (left, right), commutes=True, where=_plain_alpha)
 
 
+def sub(left: Pattern, right: Pattern) -> P:
+    return P("aten.sub", (left, right), where=_plain_alpha)
+
+
 def mul(left: Pattern, right: Pattern) -> P:
     return P("aten.mul", (left, right), commutes=True)
 
@@ -207,16 +211,21 @@ def _operands(node: OpNode) -> list[str | float | None]:
 
 @dataclass
 class Rewriter:
-    """The nodes, tensors and weights that a rewrite function adds to the graph besides the fused node."""
+    """The nodes, tensors and weights that a rewrite function adds to the graph besides the fused node.
+
+    Attributes:
+        shared: The nodes that rewrites of other matches added, by what they compute: equal ones are added once.
+    """
 
     graph: IRGraph
     tensors: dict[str, TensorSpec]
     added: list[OpNode] = field(default_factory=list)
+    shared: dict[tuple[object, ...], OpNode] = field(default_factory=dict)
 
     def node(
         self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object
     ) -> str:
-        """Add a node before the fused one, and return the name of its output tensor.
+        """Add a node before the fused one, unless there is an equal one, and return the name of its output tensor.
 
         Args:
             stem: Name of the node and its output, to which a number is added if it is taken.
@@ -224,10 +233,13 @@ class Rewriter:
             shape: Shape of the output.
             attrs: The node's attributes.
         """
-        name = unique_name(stem, self.tensors)
-        self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)
-        self.added.append(OpNode(name, op_type, inputs, (name,), dict(attrs)))
-        return name
+        key = (op_type, inputs, self.tensors[like].dtype, shape, repr(sorted(attrs.items())))
+        if key not in self.shared:
+            name = unique_name(stem, self.tensors)
+            self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)
+            self.shared[key] = OpNode(name, op_type, inputs, (name,), dict(attrs))
+        self.added.append(self.shared[key])
+        return self.shared[key].outputs[0]
 
 
 RewriteFn: TypeAlias = Callable[[Match, Rewriter], OpNode | None]
@@ -261,6 +273,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
     tensors = dict(graph.tensors)
     replaced: dict[str, list[OpNode]] = {}
     consumed: set[str] = set()
+    shared: dict[tuple[object, ...], OpNode] = {}
     for node in reversed(graph.nodes):
         if node.base not in roots or node.name in consumed:
             continue
@@ -268,19 +281,19 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
             match = matcher.match(pattern, node)
             if match is None or any(name in consumed for name in match.nodes) or (rounds and _widens(match, graph)):
                 continue
-            rewriter = Rewriter(graph, tensors)
+            rewriter = Rewriter(graph, tensors, shared=shared)
             fused = fusion.rewrite(match, rewriter)
             if fused is not None and all(map(supports, (*rewriter.added, fused))):
                 replaced[node.name] = [*rewriter.added, fused]
                 consumed.update(match.nodes)
                 break
-    nodes: list[OpNode] = []
+    nodes: dict[str, OpNode] = {}  # a node that several matches share stands before the first of them
     for node in graph.nodes:
         if node.name in replaced:
-            nodes.extend(replaced[node.name])
+            nodes.update({new.name: new for new in replaced[node.name] if new.name not in nodes})
         elif node.name not in consumed:
-            nodes.append(node)
-    return replace(graph, nodes=nodes, tensors=tensors)
+            nodes[node.name] = node
+    return replace(graph, nodes=list(nodes.values()), tensors=tensors)
 
 
 def _widens(match: Match, graph: IRGraph) -> bool:

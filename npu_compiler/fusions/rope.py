@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fused, mul
+from npu_compiler.fusions.engine import Either, Fusion, Match, P, Pattern, Rewriter, Var, add, fused, mul, sub
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.aliases import slice_bounds
 
@@ -29,6 +29,24 @@ def _half_slice(second: bool) -> Callable[[OpNode, IRGraph], bool]:
     return where
 
 
+def _are_halves(node: OpNode, graph: IRGraph) -> bool:
+    *lead, width = graph.tensors[node.inputs[0]].shape
+    shapes = [graph.tensors[name].shape for name in node.outputs]
+    return width % 2 == 0 and shapes == [(*lead, width // 2)] * 2
+
+
+def _chooses(index: int) -> Callable[[OpNode, IRGraph], bool]:
+    return lambda node, graph: node.attrs["index"] == index
+
+
+def _half(index: int) -> Pattern:
+    """The pattern of the first half of x's last dimension, or of the second."""
+    halves = P("aten.chunk aten.split aten.split_with_sizes", (x,), where=_are_halves)
+    return Either(
+        P("getitem", (halves,), where=_chooses(index)), P("aten.slice", (x,), where=_half_slice(second=index == 1))
+    )
+
+
 def _every_second(first: int) -> Callable[[OpNode, IRGraph], bool]:
     def where(node: OpNode, graph: IRGraph) -> bool:
         shape = graph.tensors[node.inputs[0]].shape
@@ -44,9 +62,7 @@ def _rope_patterns() -> tuple[P, ...]:
 
     By halves, turned is cat(−x[half:], x[:half]); of neighbours, it is reshape(stack([−x[1::2], x[0::2]], −1)).
     """
-    first = P("aten.slice", (x,), where=_half_slice(False))
-    second = P("aten.slice", (x,), where=_half_slice(True))
-    rotated = P("aten.cat", (P("aten.neg", (second,)), first), where=_is_rotate_half)
+    rotated = P("aten.cat", (P("aten.neg", (_half(1),)), _half(0)), where=_is_rotate_half)
     even = P("aten.slice", (x,), where=_every_second(0))
     odd = P("aten.slice", (x,), where=_every_second(1))
     stacked = P("aten.stack", (P("aten.neg", (odd,)), even), where=_is_rotate_half)
@@ -65,7 +81,36 @@ def _rewrite_rope(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("npu.rope_pairs" if of_neighbours else "npu.rope", match, names)
 
 
+def _halves_pattern() -> P:
+    """The pattern of cat(a · cos − b · sin, b · cos + a · sin), where a and b are the halves of x."""
+    cos, sin = Var("cos"), Var("sin")
+    lower = sub(mul(_half(0), cos), mul(_half(1), sin))
+    upper = add(mul(_half(1), cos), mul(_half(0), sin))
+    return P("aten.cat", (lower, upper), where=_is_rotate_half)
+
+
+def _rewrite_halves(match: Match, rewriter: Rewriter) -> OpNode | None:
+    """Replace a rotary embedding by halves by one whose angles are given twice.
+
+    Given:   cat(a · cos − b · sin, b · cos + a · sin)   where a, b = halves of x
+    Result:  rope(x, cat(cos, cos), cat(sin, sin))       (the same two in all layers)
+    """
+    x, *tables = (match.tensors[name] for name in ("x", "cos", "sin"))
+    shape = rewriter.tensors[x].shape
+    halves = [rewriter.tensors[name].shape for name in tables]
+    if len(shape) < 2 or shape != rewriter.tensors[match.root.outputs[0]].shape:
+        return None
+    if any(half[-1:] != (shape[-1] // 2,) for half in halves):
+        return None
+    twice = [
+        rewriter.node(f"{name}.twice", "aten.cat.default", (name, name), name, (*half[:-1], shape[-1]), dim=-1)
+        for name, half in zip(tables, halves, strict=True)
+    ]
+    return fused("npu.rope", match, (x, *twice))
+
+
 ROPE = Fusion("rope", _rope_patterns(), _rewrite_rope)
+ROPE_BY_HALVES = Fusion("rope_by_halves", (_halves_pattern(),), _rewrite_halves)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from npu_runtime import Backend, Executor, load_weights
 pytest.importorskip("transformers", reason="the exported forms come from Hugging Face's modules")
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as apply_halves_pos_emb
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     apply_rotary_pos_emb,
@@ -92,6 +93,49 @@ def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 def rotate_backwards(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     turned = torch.stack([-x[..., ::2], x[..., 1::2]], -1).flatten(-2)
     return x * cos + turned * sin
+
+
+def rotate_chunks(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((cos * first - sin * second, sin * first + cos * second), -1)
+
+
+def rotate_halves_backwards(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((second * cos - first * sin, first * cos + second * sin), -1)
+
+
+def rotate_halves_the_other_way(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.split(x.shape[-1] // 2, -1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+
+
+def rotate_parts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sizes: tuple[int, ...]) -> torch.Tensor:
+    first, second, *_ = x.split(sizes, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def swap_rotated_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((second * cos + first * sin, first * cos - second * sin), -1)
+
+
+def tables_by_layer(graph: IRGraph) -> int:
+    """The number of rotations whose tables are computed once; none unless that is so."""
+    rotations = [node for node in graph if node.base == "npu.rope"]
+    return len(rotations) if len({node.inputs[1:] for node in rotations}) == 1 else 0
+
+
+def rotate_in_layers(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rotated queries and keys of two layers, as those of gpt-oss."""
+    *heads, cos, sin = args
+    rotated = (apply_halves_pos_emb(q, k, cos, sin) for q, k in (heads[:2], heads[2:]))
+    return tuple(x * 2 for pair in rotated for x in pair)
 
 
 def written_layer_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
@@ -222,8 +266,22 @@ CASES = {
     "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
     "rope": Case("rope", op("npu.rope"), function(apply_rotary_pos_emb), (HEADS, KV, (2, 5, 8), (2, 5, 8)), 2),
+    "rope-of-chunks": Case("rope", op("npu.rope"), function(rotate_chunks), (HEADS, (2, 1, 5, 8), (5, 8))),
     "rope-of-neighbours": Case(
         "rope", op("npu.rope_pairs"), function(rotate_neighbours), (HEADS, (2, 1, 5, 8), (5, 8))
+    ),
+    "rope-by-halves": Case(
+        "rope_by_halves", op("npu.rope"), function(apply_halves_pos_emb), (HEADS, KV, (2, 5, 4), (2, 5, 4)), 2
+    ),
+    "rope-by-halves-in-layers": Case(
+        "rope_by_halves", tables_by_layer, function(rotate_in_layers), (HEADS, KV, HEADS, KV, (1, 5, 4), (1, 5, 4)), 4
+    ),
+    "rope-by-slices": Case("rope_by_halves", op("npu.rope"), function(rotate_halves), (HEADS, (5, 4), (5, 4))),
+    "rope-by-parts": Case(
+        "rope_by_halves",
+        op("npu.rope"),
+        function(functools.partial(rotate_parts, sizes=(4, 4))),
+        (HEADS, (2, 1, 5, 4), (4,)),
     ),
     "masked-softmax": Case(
         "masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))
@@ -492,6 +550,28 @@ LOOKALIKES = {
     "norm-of-integers": Case("rms_norm", op("npu.rms_norm"), function(norm_of_integers), (ROWS,), 0),
     "rope-of-pairs-the-other-way": Case(
         "rope", op("npu.rope_pairs"), function(rotate_backwards), (HEADS, (2, 1, 5, 8), (5, 8)), 0
+    ),
+    "rotation-of-swapped-halves": Case(
+        "rope_by_halves", op("npu.rope"), function(rotate_halves_backwards), (HEADS, (5, 4), (5, 4)), 0
+    ),
+    "rotation-by-halves-the-other-way": Case(
+        "rope_by_halves", op("npu.rope"), function(rotate_halves_the_other_way), (HEADS, (5, 4), (5, 4)), 0
+    ),
+    "rotation-whose-halves-are-swapped": Case(
+        "rope_by_halves", op("npu.rope"), function(swap_rotated_halves), (HEADS, (5, 4), (5, 4)), 0
+    ),
+    "rotation-of-two-of-three-parts": Case(
+        "rope_by_halves",
+        op("npu.rope"),
+        function(functools.partial(rotate_parts, sizes=(3, 3, 2))),
+        (HEADS, (5, 3), (5, 3)),
+        0,
+    ),
+    "rotation-by-halves-of-one-angle": Case(
+        "rope_by_halves", op("npu.rope"), function(rotate_halves), (HEADS, (5, 1), (5, 1)), 0
+    ),
+    "rotation-by-halves-of-a-larger-batch": Case(
+        "rope_by_halves", op("npu.rope"), function(rotate_halves), (KV, (3, 1, 1, 5, 4), (5, 4)), 0
     ),
     "rotation-of-an-odd-width": Case(
         "rope", op("npu.rope"), function(apply_rotary_pos_emb), ((2, 4, 5, 7), (2, 2, 5, 7), (2, 5, 7), (2, 5, 7)), 0

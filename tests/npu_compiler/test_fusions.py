@@ -359,6 +359,50 @@ def rope_of_neighbours(g: IRBuilder) -> None:
 
 
 @shows(
+    "rope_by_halves",
+    given="""
+    %slice = aten.slice(%q) {dim=3, end=4, start=0}
+    %slice_1 = aten.slice(%q) {dim=3, end=8, start=4}
+    %mul = aten.mul(%slice, %cos)
+    %mul_1 = aten.mul(%slice_1, %sin)
+    %sub = aten.sub(%mul, %mul_1)
+    %mul_2 = aten.mul(%slice_1, %cos)
+    %mul_3 = aten.mul(%slice, %sin)
+    %add = aten.add(%mul_2, %mul_3)
+    %cat = aten.cat(%sub, %add) {dim=-1}
+    %slice_2 = aten.slice(%k) {dim=3, end=4, start=0}
+    %slice_3 = aten.slice(%k) {dim=3, end=8, start=4}
+    %mul_4 = aten.mul(%slice_2, %cos)
+    %mul_5 = aten.mul(%slice_3, %sin)
+    %sub_1 = aten.sub(%mul_4, %mul_5)
+    %mul_6 = aten.mul(%slice_3, %cos)
+    %mul_7 = aten.mul(%slice_2, %sin)
+    %add_1 = aten.add(%mul_6, %mul_7)
+    %cat_1 = aten.cat(%sub_1, %add_1) {dim=-1}
+    return %cat, %cat_1
+    """,
+    result="""
+    %cos.twice = aten.cat(%cos, %cos) {dim=-1}
+    %sin.twice = aten.cat(%sin, %sin) {dim=-1}
+    %cat = npu.rope(%q, %cos.twice, %sin.twice)
+    %cat_1 = npu.rope(%k, %cos.twice, %sin.twice)
+    return %cat, %cat_1
+    """,
+)
+def rope_by_halves(g: IRBuilder) -> None:
+    q, k = g.input("q", 1, 4, 5, 8), g.input("k", 1, 2, 5, 8)
+    cos, sin = g.input("cos", 1, 1, 5, 4), g.input("sin", 1, 1, 5, 4)
+    rotated = []
+    for x in (q, k):
+        first, second = (g("aten.slice.Tensor", x, 3, start, start + 4) for start in (0, 4))
+        products = [g("aten.mul.Tensor", half, table) for half, table in ((first, cos), (second, sin))]
+        lower = g("aten.sub.Tensor", *products)
+        products = [g("aten.mul.Tensor", half, table) for half, table in ((second, cos), (first, sin))]
+        rotated.append(g("aten.cat.default", [lower, g("aten.add.Tensor", *products)], -1))
+    g.output(*rotated)
+
+
+@shows(
     "masked_softmax",
     given="""
     %add = aten.add(%scores, %mask)
