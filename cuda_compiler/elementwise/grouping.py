@@ -194,13 +194,13 @@ def merge(first: Group, second: Group) -> Group | None:
     for call in calls:
         for view in call.inputs:
             place = place_of(view)
-            if any(_overlap(place, written) for written in writes if written != place):
+            if any(may_overlap(place, written) for written in writes if written != place):
                 return None
             if place not in writes:
                 reads[place] = view
         for view in call.outputs:
             place = place_of(view)
-            if any(_overlap(place, other) for other in (*writes, *reads) if other != place):
+            if any(may_overlap(place, other) for other in (*writes, *reads) if other != place):
                 return None
             writes[place] = view
     if len(reads) > MAX_READS:
@@ -208,12 +208,29 @@ def merge(first: Group, second: Group) -> Group | None:
     return Group(calls, list(reads.values()), list(writes.values()), inlined)
 
 
-def _overlap(a: Place, b: Place) -> bool:
+def may_overlap(a: Place, b: Place) -> bool:
     """Whether two places in one buffer may overlap.
 
     They are taken to if their dtypes differ; else if their ranges from first to last element intersect, unless all
-    their strides are multiples of a number by which their offsets differ, as those of even and odd columns.
+    their strides are multiples of a number by which their offsets differ, as those of even and odd columns, or they are
+    different columns of the same rows.
     """
     if a.buffer != b.buffer or a.dtype == b.dtype and (a.offset >= b.end or b.offset >= a.end):
         return False
-    return a.dtype != b.dtype or (b.offset - a.offset) % max(gcd(*a.strides, *b.strides), 1) == 0
+    if a.dtype != b.dtype:
+        return True
+    may_meet = (b.offset - a.offset) % max(gcd(*a.strides, *b.strides), 1) == 0
+    return may_meet and not any(_are_apart(a, b, row) for row in {*a.strides, *b.strides} if row > 1)
+
+
+def _are_apart(a: Place, b: Place, row: int) -> bool:
+    """Whether two places in rows of `row` elements lie in columns of which one's end before the other's begin."""
+    first, second = (_columns(place, row) for place in (a, b))
+    return max(first.stop, second.stop) <= row and (first.stop <= second.start or second.stop <= first.start)
+
+
+def _columns(place: Place, row: int) -> range:
+    """The columns from the first to the last of a place in rows of `row` elements; beyond `row` are those of others."""
+    steps = ((size - 1) * stride for size, stride in zip(place.sizes, place.strides, strict=True) if stride % row)
+    first = place.offset % row
+    return range(first, first + sum(steps) + 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from metal_harness import all_cases, call_of
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
-from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups, join_neighbours
+from cuda_compiler.elementwise.grouping import MAX_CALLS, Place, find_groups, join_neighbours, may_overlap, place_of
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident.kernel import RESIDENT
@@ -177,6 +180,48 @@ def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
     assert len(find_groups([first, KernelCall("exp_kernel", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
     turned = KernelCall("exp_kernel", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
     assert len(find_groups([first, turned])) == 2
+
+
+@pytest.mark.parametrize(("start", "count"), [(16, 1), (8, 2), (24, 2)])
+def test_copies_within_rows_are_one_kernel_unless_their_columns_overlap(start: int, count: int) -> None:
+    """Sixteen columns from the 24th of 32 on reach into the next rows."""
+    first = replace(view("x", (8, 32)), shape=(8, 16))
+    params = {"scalars": [None]}
+    written = KernelCall("exp_kernel", "", (view("a", (8, 16)),), (first,), params, "x")
+    copied = KernelCall("copy_kernel", "", (first,), (replace(first, offset=start),), params, "x")
+    assert len(find_groups([written, copied])) == count
+
+
+def test_places_do_not_overlap_only_if_no_element_is_in_both() -> None:
+    draw, apart = Random(os.environ["TEST_SEED"]), 0
+    for _ in range(2000):
+        places = [_drawn_place(draw), _drawn_place(draw)]
+        if not may_overlap(*places):
+            apart += 1
+            first, second = map(_elements, places)
+            assert first.isdisjoint(second), places
+    assert apart > 100
+
+
+def _drawn_place(draw: Random) -> Place:
+    shape, strides = (tuple(draw.choices(values, k=3)) for values in ((1, 2, 3, 5), (0, 1, 2, 4, 6, 12)))
+    return place_of(View("x", shape, strides, draw.randrange(20), "float32"))
+
+
+def _elements(place: Place) -> set[int]:
+    indices = itertools.product(*map(range, place.sizes))
+    return {place.offset + sum(i * n for i, n in zip(index, place.strides, strict=True)) for index in indices}
+
+
+def test_the_tables_of_a_rotation_by_halves_are_one_kernel() -> None:
+    g = IRBuilder()
+    x, angles = g.input("x", 1, 2, 3, 16), g.input("angles", 3, 8)
+    cos, sin = g("aten.cos.default", angles), g("aten.sin.default", angles)
+    first, second = (g("aten.slice.Tensor", x, 3, start, start + 8) for start in (0, 8))
+    lower = g("aten.sub.Tensor", g("aten.mul.Tensor", first, cos), g("aten.mul.Tensor", second, sin))
+    upper = g("aten.add.Tensor", g("aten.mul.Tensor", second, cos), g("aten.mul.Tensor", first, sin))
+    g.output(g("aten.cat.default", [lower, upper], -1))
+    assert [call.kernel for call in compile_cuda(g).kernels] == ["fused_cos_sin_copy_copy", "rope_kernel"]
 
 
 def test_neighbours_that_copy_columns_of_one_buffer_are_one_kernel() -> None:
