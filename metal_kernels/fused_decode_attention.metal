@@ -8,9 +8,11 @@
 #include "attention_query.metal"
 
 constant uint mask_type [[function_constant(3)]];
-constant uint out_type [[function_constant(4)]];
-constant bool has_mask [[function_constant(5)]];
-constant bool causal [[function_constant(6)]];
+constant uint sinks_type [[function_constant(4)]];
+constant uint out_type [[function_constant(5)]];
+constant bool has_mask [[function_constant(6)]];
+constant bool has_sinks [[function_constant(8)]];
+constant bool causal [[function_constant(9)]];
 
 struct AttentionParams {
     float scale;
@@ -22,8 +24,9 @@ struct Problem {
     device const void *k;
     device const void *v;
     device const void *mask;
+    device const void *sinks;
     device void *out;
-    constant Strided *views;  // q, k, v, mask, out
+    constant Strided *views;  // q, k, v, mask, sinks, out
     float scale;
     float soft_cap;
     uint batch;
@@ -63,19 +66,21 @@ struct Problem {
     float capped(float score) const {
         return soft_cap == 0.0f ? score : soft_cap * precise::tanh(score / soft_cap);
     }
-    float sink_weight(float) const { return 0.0f; }
+    float sink_weight(float largest) const {
+        return has_sinks ? exp(load(sinks, sinks_type, head * views[4].strides[0]) - largest) : 0.0f;
+    }
 
     void put(uint query, uint dim, float value) const {
-        const uint index = base(views[4], head) + query * views[4].strides[2] + dim * views[4].strides[3];
+        const uint index = base(views[5], head) + query * views[5].strides[2] + dim * views[5].strides[3];
         store(out, out_type, index, value);
     }
 };
 
 inline Problem problem_of(
-    device const void *q, device const void *k, device const void *v, device const void *mask, device void *out,
-    constant Strided *views, AttentionParams params, uint3 position
+    device const void *q, device const void *k, device const void *v, device const void *mask, device const void *sinks,
+    device void *out, constant Strided *views, AttentionParams params, uint3 position
 ) {
-    return Problem{q, k, v, mask, out, views, params.scale, params.soft_cap, position.z, position.y};
+    return Problem{q, k, v, mask, sinks, out, views, params.scale, params.soft_cap, position.z, position.y};
 }
 
 kernel void attention_kernel(
@@ -83,9 +88,10 @@ kernel void attention_kernel(
     device const void *k [[buffer(1)]],
     device const void *v [[buffer(2)]],
     device const void *mask [[buffer(3), function_constant(has_mask)]],
-    device void *out [[buffer(4)]],
-    constant AttentionParams &params [[buffer(5)]],
-    constant Strided *views [[buffer(6)]],
+    device const void *sinks [[buffer(4), function_constant(has_sinks)]],
+    device void *out [[buffer(5)]],
+    constant AttentionParams &params [[buffer(6)]],
+    constant Strided *views [[buffer(7)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -94,7 +100,8 @@ kernel void attention_kernel(
     threadgroup float sums[DECODE_GROUPS * HELD_WIDTH];
     threadgroup float largest_of[DECODE_GROUPS];
     threadgroup float total_of[DECODE_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
+    const Problem problem
+        = problem_of(q, k, v, has_mask ? mask : q, has_sinks ? sinks : q, out, views, params, position);
     attend<HeldQuery, HELD_WIDTH>(problem, position.x, 0, sums, largest_of, total_of, Place{lane, group, groups});
 }
 
@@ -104,9 +111,10 @@ kernel void attention_wide_kernel(
     device const void *k [[buffer(1)]],
     device const void *v [[buffer(2)]],
     device const void *mask [[buffer(3), function_constant(has_mask)]],
-    device void *out [[buffer(4)]],
-    constant AttentionParams &params [[buffer(5)]],
-    constant Strided *views [[buffer(6)]],
+    device const void *sinks [[buffer(4), function_constant(has_sinks)]],
+    device void *out [[buffer(5)]],
+    constant AttentionParams &params [[buffer(6)]],
+    constant Strided *views [[buffer(7)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -115,7 +123,8 @@ kernel void attention_wide_kernel(
     threadgroup float sums[DECODE_GROUPS * WIDE_WIDTH];
     threadgroup float largest_of[DECODE_GROUPS];
     threadgroup float total_of[DECODE_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
+    const Problem problem
+        = problem_of(q, k, v, has_mask ? mask : q, has_sinks ? sinks : q, out, views, params, position);
     const uint slice = position.x / problem.queries();
     const uint query = position.x - slice * problem.queries();
     attend<ReadQuery, WIDE_WIDTH>(
@@ -298,6 +307,7 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
 
     // Pieces go out through `scores`, in two places by turns, so that one is read while the next is written. The first
     // two replace weights that each lane has loaded itself.
+    total += problem.sink_weight(largest);
     const float factor = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
     for (uint i = 0; i < PIECES; i++) {
@@ -320,9 +330,10 @@ kernel void attention_prefill_kernel(
     device const void *k [[buffer(1)]],
     device const void *v [[buffer(2)]],
     device const void *mask [[buffer(3), function_constant(has_mask)]],
-    device void *out [[buffer(4)]],
-    constant AttentionParams &params [[buffer(5)]],
-    constant Strided *views [[buffer(6)]],
+    device const void *sinks [[buffer(4), function_constant(has_sinks)]],
+    device void *out [[buffer(5)]],
+    constant AttentionParams &params [[buffer(6)]],
+    constant Strided *views [[buffer(7)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -332,7 +343,8 @@ kernel void attention_prefill_kernel(
     threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
     threadgroup float shrink[PREFILL_GROUPS * 64];
     threadgroup uint votes[2 * PREFILL_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
+    const Problem problem
+        = problem_of(q, k, v, has_mask ? mask : q, has_sinks ? sinks : q, out, views, params, position);
     attend_tile<compute_t>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
 }
 
@@ -342,9 +354,10 @@ kernel void attention_prefill_float_kernel(
     device const void *k [[buffer(1)]],
     device const void *v [[buffer(2)]],
     device const void *mask [[buffer(3), function_constant(has_mask)]],
-    device void *out [[buffer(4)]],
-    constant AttentionParams &params [[buffer(5)]],
-    constant Strided *views [[buffer(6)]],
+    device const void *sinks [[buffer(4), function_constant(has_sinks)]],
+    device void *out [[buffer(5)]],
+    constant AttentionParams &params [[buffer(6)]],
+    constant Strided *views [[buffer(7)]],
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint group [[simdgroup_index_in_threadgroup]],
@@ -354,6 +367,7 @@ kernel void attention_prefill_float_kernel(
     threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
     threadgroup float shrink[PREFILL_GROUPS * 64];
     threadgroup uint votes[2 * PREFILL_GROUPS];
-    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params, position);
+    const Problem problem
+        = problem_of(q, k, v, has_mask ? mask : q, has_sinks ? sinks : q, out, views, params, position);
     attend_tile<float>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
 }

@@ -54,26 +54,25 @@ class _Formed:
 
     def attend(self, call: KernelCall) -> None:
         """Append the calls for an attention."""
-        q, k, v, mask, out = KERNELS[_ATTENTION].bind(call)
+        q, k, v, mask, sinks, out = KERNELS[_ATTENTION].bind(call)
         assert q is not None and k is not None and v is not None and out is not None
         of_halves = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
         rows = q.shape[2] * (q.shape[1] // k.shape[1])
         is_narrow = max(q.shape[3], v.shape[3]) <= WIDEST_HEAD
-        is_product = mask is None and not call.params["causal"] and q.shape[1] == k.shape[1] and rows >= _LONG
+        is_product = mask is sinks is None and not call.params["causal"] and q.shape[1] == k.shape[1] and rows >= _LONG
         if not of_halves or rows < _FEW_ROWS or k.numel == 0:
             self.calls.append(call)
         elif is_product and not is_narrow:
             self._multiply(call, q, k, v, out)
         elif is_narrow and not suits_tensor_cores(q, k, v):
-            self._pad(call, q, k, v, mask, out)
+            self._pad(call, q, k, v, [view for view in (mask, sinks) if view is not None], out)
         else:
             self.calls.append(call)
 
-    def _pad(self, call: KernelCall, q: View, k: View, v: View, mask: View | None, out: View) -> None:
+    def _pad(self, call: KernelCall, q: View, k: View, v: View, others: list[View], out: View) -> None:
         padded = [self._padded(view, call.node) for view in (q, k, v)]
         result = self._by_tokens((*out.shape[:3], padded[2].shape[3]), out.dtype, f"{call.node}.heads")
-        inputs = (*padded, *([mask] if mask is not None else []))
-        self.calls.append(replace(call, inputs=inputs, outputs=(result,)))
+        self.calls.append(replace(call, inputs=(*padded, *others), outputs=(result,)))
         self.calls.append(copy(result.slice(3, 0, out.shape[3]), out, call.node))
 
     def _padded(self, view: View, node: str) -> View:

@@ -65,6 +65,7 @@ class _Operands:
     """The views of a call: q [B, H, T, D], k [B, KV, S, D], v [B, KV, S, Dv], mask [B, H, T, S], out [B, H, T, Dv].
 
     Attributes:
+        sinks: The heads' sinks [H]; None if there are none.
         problems: Number of problems: pairs of a batch and a KV head, whose queries attend to the same keys.
         rows: Queries of one problem.
     """
@@ -73,6 +74,7 @@ class _Operands:
     k: View
     v: View
     mask: View | None
+    sinks: View | None
     out: View
 
     @property
@@ -85,14 +87,19 @@ class _Operands:
 
     @property
     def inputs(self) -> Mapping[str, View | None]:
-        return {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
+        return {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask, **self.beside}
+
+    @property
+    def beside(self) -> Mapping[str, View]:
+        """The sinks by name, if there are any: a source without them does not mention them."""
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
 
 def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     call = without_absent_features(call)
-    q, k, v, mask, out = KERNELS[call.kernel].bind(call)
+    q, k, v, mask, sinks, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
-    operands = _Operands(q, k, v, mask, out)
+    operands = _Operands(q, k, v, mask, sinks, out)
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
@@ -212,7 +219,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         constants={"splits": splits, "stages": stages},
         min_blocks=_MIN_BLOCKS * _WARPS // warps,
     )
-    return [split, _combine(make, call, parts, operands.out)]
+    return [split, _combine(make, call, {**parts, **operands.beside}, operands.out)]
 
 
 def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -> dict[str, View]:
@@ -368,10 +375,10 @@ def _survey(
     verdicts = (make.constant if is_ahead else make.temporary)(call.node, shape, "int32")
     others = {"q": operands.q, "k": k, "v": operands.v} if is_ahead else {}
     survey = make.kernel(
-        call,
+        replace(call, params={name: value for name, value in call.params.items() if name != "has_sinks"}),
         "attention/attention_survey.cu",
         function="attention_survey",
-        inputs={name: view for name, view in operands.inputs.items() if name not in others},
+        inputs={name: view for name, view in operands.inputs.items() if name not in {"sinks", *others}},
         outputs={"verdicts": verdicts},
         grid=(prod(looks), 1, 1),
         block=(_SURVEY_THREADS, 1, 1),

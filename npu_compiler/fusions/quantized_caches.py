@@ -123,10 +123,12 @@ def _attending(node: OpNode, scales: dict[str, str], format: str) -> OpNode:
     """
     if node.base not in _ATTENTION or node.inputs[1] not in scales:
         return node
-    query, key, value, *mask = node.inputs
-    attrs = {name: x for name, x in node.attrs.items() if name != TENSOR_NAMES}
-    inputs = (query, key, scales[key], value, scales[value], *mask)
-    return replace(node, op_type="npu.quantized_attention", inputs=inputs, attrs={**attrs, "format": format})
+    query, key, value, *others = node.inputs
+    attrs = {**node.attrs, "format": format}
+    if names := node.tensor_names:
+        attrs[TENSOR_NAMES] = ["query", "key", "key_scales", "value", "value_scales", *names[3:]]
+    inputs = (query, key, scales[key], value, scales[value], *others)
+    return replace(node, op_type="npu.quantized_attention", inputs=inputs, attrs=attrs)
 
 
 def _parts(name: str, scales: dict[str, str]) -> tuple[str, ...]:

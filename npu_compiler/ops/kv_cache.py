@@ -28,7 +28,7 @@ declare_kernel(
     "quantized_attention_kernel",
     Family.ATTENTION,
     "q:f[b,h,t,.d] k:u[b,shared,keys,.d] k_scales:f[b,shared,.keys] v:u[b,shared,keys,.e] v_scales:f[b,shared,.keys]"
-    " mask?:fb[b,h,t,keys] -> out:f[b,h,t,e]",
+    " mask?:fb[b,h,t,keys] sinks?:f[.h] -> out:f[b,h,t,e]",
     where=lambda call: (
         call.shared > 0 and call.h % call.shared == 0 and call.k_scales.dtype == call.v_scales.dtype == "float32"
     ),
@@ -69,19 +69,21 @@ def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
 
 @register_op(
     "npu.quantized_attention",
-    tensors=("query", "key", "key_scales", "value", "value_scales", "attn_mask"),
+    tensors=("query", "key", "key_scales", "value", "value_scales", "attn_mask", "sinks"),
+    by_name=True,
     byte_storage=ByteStorage.REQUIRED,
 )
 def lower_quantized_attention(ctx: Lowering, node: OpNode) -> None:
     """Lower attention over [B, H, T, D] whose keys and values are codes and scales from `quantize_rows`."""
     q, *cache = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:5])
-    mask_name = Args(node).tensor("attn_mask")
+    args, keys = Args(node), cache[0].shape[2]
+    mask_name, sinks = args.tensor("attn_mask"), args.tensor("sinks")
     masks = [] if mask_name is None else [ctx.view(mask_name)]
     while masks and masks[0].rank < 4:
         masks = [masks[0].unsqueeze(0)]
-    keys = cache[0].shape[2]
     out = ctx.output(order=[0, 2, 1, 3])
-    params = {"format": node.attrs["format"], **attention_params(node, q, bool(masks))}
+    params = {"format": node.attrs["format"], **attention_params(node, q)}
     flops = 2 * (out.numel + q.numel) * keys
     inputs = [q, *cache, *(mask.expand((*q.shape[:3], keys)) for mask in masks)]
+    inputs += [] if sinks is None else [ctx.inner_contiguous(ctx.view(sinks))]
     ctx.emit("quantized_attention_kernel", inputs, [out], params, flops=flops)

@@ -12,7 +12,7 @@ from typing import Any
 
 from npu_compiler.graph.mesh import Split
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.ops.registry import Shards, ViewRule, find_op
+from npu_compiler.ops.registry import Args, Shards, ViewRule, find_op
 from npu_compiler.program.views import View, contiguous_strides
 
 
@@ -123,15 +123,18 @@ def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Sha
 
 
 def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide attention by heads; with fewer KV heads than ranks, several ranks hold the same KV head."""
-    query, _, _, *mask = node.inputs
-    if len(graph.tensors[query].shape) != 4 or len(split) != 1 or split[0][0] != 1 or tensor in mask:
+    """Divide attention by heads, sinks too; with fewer KV heads than ranks, several ranks hold the same KV head."""
+    query, _, _, *others = node.inputs
+    if len(graph.tensors[query].shape) != 4 or len(split) != 1 or split[0][0] != 1 or tensor in others:
         return None
+    ((_, parts),), args = split, Args(node)
     splits = _by_heads(node, graph, split)
-    for name in mask:
-        shape = graph.tensors[name].shape
+    if (mask := args.tensor("attn_mask")) is not None:
+        shape = graph.tensors[mask].shape
         if len(shape) >= 3 and shape[-3] > 1:
-            splits[name] = ((len(shape) - 3, split[0][1]),)
+            splits[mask] = ((len(shape) - 3, parts),)
+    if (sinks := args.tensor("sinks")) is not None:
+        splits[sinks] = ((0, parts),)
     return Shards(splits) if splits.get(tensor) == split else None
 
 

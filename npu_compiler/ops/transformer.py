@@ -69,7 +69,7 @@ declare_kernel(
 declare_kernel(
     "attention_kernel",
     Family.ATTENTION,
-    "q:f[b,h,t,.d] k:f[b,shared,keys,.d] v:f[b,shared,keys,.e] mask?:fb[b,h,t,keys] -> out:f[b,h,t,e]",
+    "q:f[b,h,t,.d] k:f[b,shared,keys,.d] v:f[b,shared,keys,.e] mask?:fb[b,h,t,keys] sinks?:f[.h] -> out:f[b,h,t,e]",
     source="fused_decode_attention.metal",
     grid=Grid.QUERIES,
     where=lambda call: call.shared > 0 and call.h % call.shared == 0,
@@ -277,6 +277,10 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         per_batch = len(scores) > 4 and any(size > 1 for size in mask[:-3])
         if len(mask) > len(scores) or per_batch or any(size not in (1, whole) for size, whole in pairs):
             return f"an attention mask {list(mask)} over scores {list(scores)}"
+    if name := Args(node).tensor("sinks"):
+        sinks = graph.tensors[name].shape
+        if len(query) != 4 or sinks != query[1:2]:
+            return f"attention of queries {list(query)} with sinks {list(sinks)}"
     return None
 
 
@@ -306,8 +310,9 @@ def _merge(views: Sequence[View], heads: int) -> bool:
 
 @register_op(
     "aten.scaled_dot_product_attention npu.attention",
-    tensors=("query", "key", "value", "attn_mask"),
+    tensors=("query", "key", "value", "attn_mask", "sinks"),
     unsupported=_attention_unsupported,
+    by_name=True,
     one_dtype=True,
     shard=shard_attention,
 )
@@ -317,7 +322,9 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
     The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free. Of more than
     four dimensions, all but one of those before the tokens are the batch.
 
-    With a `soft_cap` c above 0, a scaled score s becomes c · tanh(s / c) before the mask is added.
+    With a `soft_cap` c above 0, a scaled score s becomes c · tanh(s / c) before the mask is added. With `sinks` [H],
+    the softmax of each head of queries [B, H, T, D] has one more score, which is neither scaled nor capped and belongs
+    to no key: it takes its share of the weights.
     """
     args = Args(node)
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
@@ -346,18 +353,21 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
         while mask.rank < 4:
             mask = mask.unsqueeze(0)
         inputs.append(mask.expand((*q.shape[:3], k.shape[2])))
+    if sinks := args.tensor("sinks"):
+        inputs.append(ctx.inner_contiguous(ctx.view(sinks)))
     flops = 2 * spec.numel * k.shape[2] + 2 * q.numel * k.shape[2]
-    ctx.emit("attention_kernel", inputs, [out], attention_params(node, q, mask is not None), flops=flops)
+    ctx.emit("attention_kernel", inputs, [out], attention_params(node, q), flops=flops)
 
 
-def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, float | int]:
+def attention_params(node: OpNode, query: View) -> dict[str, float | int]:
     """The parameters of an attention kernel; the scale is 1 / sqrt(head size) unless given, the soft cap 0."""
-    scale = node.attrs.get("scale")
+    args, scale = Args(node), node.attrs.get("scale")
     return {
         "scale": 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         "causal": int(bool(node.attrs.get("is_causal"))),
         "soft_cap": float(node.attrs.get("soft_cap", 0.0)),
-        "has_mask": int(has_mask),
+        "has_mask": int(args.tensor("attn_mask") is not None),
+        "has_sinks": int(args.tensor("sinks") is not None),
     }
 
 

@@ -114,7 +114,8 @@ def _halves(axis: Axis) -> list[tuple[Axis, int]]:
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share a key/value head (grouped-query attention).
 
-    Quantized keys and values, with a scale for each row, are dequantized tile by tile.
+    Quantized keys and values, with a scale for each row, are dequantized tile by tile. A head's sink adds to the sum of
+    its weights in the end.
     """
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
@@ -136,6 +137,8 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
                 _attend(e, o, tiles, (q, k, v, mask), axis, begins)
             out_box = [*box, (ZERO, value_width)]
+            if o.sinks is not None:
+                _add_sinks(e, tiles, e.load(o.sinks, box[1:2], queue=3))
             out, is_stored = e.result(o.out, out_box)
             _divide(e, tiles, out)
             if is_stored:
@@ -275,7 +278,8 @@ def _add_sinks(e: Emitter, tiles: Sequence[_Part], sinks: Piece) -> None:
         program = VectorProgram([*tile.own, Axis(1)])
         sink = program.input_tile(by_heads, tile.by_heads(by_heads))
         largest, sums = (program.input(state, 0, 1, 2, None) for state in tile.state[:2])
-        weight = program.op("exp", program.op("sub", sink, largest))
+        safe = program.op("where", program.op("eq", largest, _LOWEST), 0.0, largest)  # no key was seen
+        weight = program.op("exp", program.op("sub", sink, safe))
         program.emit(e, [(program.op("add", sums, weight), tile.state[1], (0, 1, 2, None))])
 
 

@@ -305,6 +305,31 @@ def attend_to_pages(  # noqa: PLR0913 -- operands and parameters of the kernel
     return paged_attention(tokens, keys, values, *where, *sizes, s_aux)[None], None
 
 
+@torch.library.custom_op("npu::attention", mutates_args=())
+def attention_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+) -> torch.Tensor:
+    """Compute attention whose softmax has one more score for each head, that of no key.
+
+    Query [B, H, N, D], key [B, KV, S, D], value [B, KV, S, Dv], sinks [H], and a mask that broadcasts to [B, H, N, S],
+    of booleans or of numbers added to the scores → [B, H, N, Dv], in the query's dtype. The trace of a model has
+    this as the op that the compiler also makes of attention in products and a softmax; see
+    `npu_compiler.ops.transformer.lower_attention`, also for the soft cap.
+    """
+    return attention.attend(query, key, value, attn_mask, sinks, scale, soft_cap).to(query.dtype)
+
+
+@attention_with_sinks.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
 @folded
 def attend_to_rows(
     module: nn.Module,
@@ -317,14 +342,14 @@ def attend_to_rows(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """An attention function for transformers: PyTorch's own, or the model's own if it needs more than that computes.
+    """An attention function for transformers: PyTorch's own, one with sinks, or the model's own if it needs more.
 
     Args:
         attention_mask: Result of `RowPlaces.mask` or `GatheredPlaces.mask`; None is refused.
         scaling: Factor of the scores. None: 1 / √D.
 
     Raises:
-        InputError: the model's attention is not causal, or has a feature that neither function computes.
+        InputError: the model's attention is not causal, or has a feature that no such function computes.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -339,40 +364,16 @@ def attend_to_rows(
         attention_mask = attention_mask + additive(shown, attention_mask.dtype) if is_added else attention_mask & shown
     if features := asked_features(module, others):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if features in (["s_aux"], ["s_aux", "softcap"]):
+            sizes = (others["s_aux"], scale, others.get("softcap") or 0.0)
+            return attention_with_sinks(query, key, value, attention_mask, *sizes).transpose(1, 2), None
         mask = attention_mask if is_added else additive(attention_mask, query.dtype)
-        if features == ["s_aux"]:
-            return attend_with_sinks(query, key, value, mask, others["s_aux"], scale), None
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:
             raise InputError(f"its attention uses {_named(features)}, which is not supported")
         attended: tuple[torch.Tensor, Any] = own(module, query, key, value, mask, scaling=scale, dropout=0.0, **others)
         return attended
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
-
-
-def attend_with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Compute attention whose softmax has one more score for each head, that of no key.
-
-    The rows of query heads that share a KV head are those of one product, so that keys and values are not repeated.
-
-    Args:
-        query, key, value: [B, H, N, D], [B, KV, S, D] and [B, KV, S, Dv].
-        mask: Numbers that are added to the scores, [B or 1, 1, N, S].
-        sinks: [H], each head's score.
-
-    Returns:
-        [B, N, H, Dv].
-    """
-    batch, heads, rows, width = query.shape
-    grouped = query.reshape(batch, key.shape[1], -1, width)
-    scores = (grouped @ key.transpose(2, 3)).view(batch, heads, rows, -1) * scale + mask
-    # Scores of -inf fill up the rows, so that those of the weights begin where a product can read whole vectors.
-    beside = torch.nn.functional.pad(sinks.to(scores.dtype).reshape(1, -1, 1, 1), (0, 7), value=-torch.inf)
-    weights = torch.softmax(torch.cat([scores, beside.expand(batch, heads, rows, 8)], -1), -1)[..., :-8]
-    attended = weights.reshape(batch, key.shape[1], -1, key.shape[2]) @ value
-    return attended.view(batch, heads, rows, -1).transpose(1, 2)
 
 
 # Arguments that say nothing about what attention computes. A window is in the mask, and so is what is causal.

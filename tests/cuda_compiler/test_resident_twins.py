@@ -68,6 +68,8 @@ def check_attention(phases: Phases, dtype: str, normed: bool) -> None:
     half_width=st.integers(1, 20),
     splits=st.integers(1, 8),
     normed=st.booleans(),
+    soft_cap=st.sampled_from([0.0, 1.5]),
+    sinks=st.booleans(),
     data=st.data(),
 )
 def test_attention_over_splits_means_what_its_calls_do(
@@ -80,11 +82,14 @@ def test_attention_over_splits_means_what_its_calls_do(
     half_width: int,
     splits: int,
     normed: bool,
+    soft_cap: float,
+    sinks: bool,
     data: st.DataObject,
 ) -> None:
     phases = Phases(dtype, np.random.default_rng(seed))
     start = data.draw(st.integers(0, keys - queries))
-    phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits, normed)
+    sizes = (sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits, normed)
+    phases.attention(*sizes, soft_cap, sinks)
     check_attention(phases, dtype, normed)
 
 
@@ -174,6 +179,14 @@ def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
     """Attention as in `attention`, with the RMSNorm of every head; its pairs of packs are five."""
     phases = Phases(dtype, np.random.default_rng(seed))
     phases.product(phases.attention(6, 2, queries, 500, 80, 201, splits=8, normed=True), "out", 96)
+    return phases
+
+
+def attention_with_sinks(dtype: str, seed: int, queries: int) -> Phases:
+    """Attention as in `attention`, with capped scores and heads that have sinks, of which five share keys."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.attention(10, 2, queries, 500, 64, 201, splits=8, soft_cap=1.5, sinks=True)
+    phases.product(h, "out", 96, normed=True)
     return phases
 
 
@@ -303,6 +316,7 @@ PHASES_IN_16_BITS = {
     "long products": long_products,
     "attention": attention,
     "normed attention": normed_attention,
+    "attention with sinks": attention_with_sinks,
     "wide attention": wide_attention,
     "wider attention": wider_attention,
     "paged attention": paged_attention,

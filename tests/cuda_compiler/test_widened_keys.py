@@ -24,7 +24,8 @@ def attention(*, dtype: str = "bfloat16", values: str = "bfloat16", changed: boo
         phases.call("copy_kernel", [x], [copy], scalars=[None])
     if changed:
         phases.call("copy_kernel", [other], [k], scalars=[None])
-    phases.call("attention_kernel", [*wide, v], [out], scale=0.25, causal=0, soft_cap=0.0, has_mask=0)
+    params = {"scale": 0.25, "causal": 0, "soft_cap": 0.0, "has_mask": 0, "has_sinks": 0}
+    phases.call("attention_kernel", [*wide, v], [out], **params)
     phases.expected["out"] = phases.data["out"]
     return phases
 

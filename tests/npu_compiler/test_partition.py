@@ -416,6 +416,16 @@ def test_a_mask_that_does_not_broadcast_is_refused() -> None:
     assert devices(plan) == ["cpu"] and reason == "an attention mask [3, 0] over scores [1, 1, 0, 0]"
 
 
+@pytest.mark.parametrize(("shape", "sinks"), [((1, 4, 3, 8), (3,)), ((1, 4, 3, 8), (4, 1)), ((4, 3, 8), (4,))])
+def test_sinks_that_are_not_one_of_each_head_are_refused(shape: tuple[int, ...], sinks: tuple[int, ...]) -> None:
+    g = IRBuilder()
+    q, k, v = (g.input(name, *shape) for name in "qkv")
+    others = g.input("mask", 3, 3), g.input("sinks", *sinks)
+    plan = partition(g.output(g("npu.attention.default", q, k, v, *others, out=(shape, "float32"), scale=0.5)).ir())
+    (reason,) = plan.reasons.values()
+    assert reason == f"attention of queries {list(shape)} with sinks {list(sinks)}"
+
+
 # how partitions are compiled
 
 

@@ -102,7 +102,9 @@ def test_targets_that_round_no_caches_say_so(target: CodegenTarget) -> None:
         compile(cached_attention(), target, CompileOptions(kv_cache="int8"))
 
 
-def cached_attention(tokens: int = 2, length: int = 10, shares_rows: bool = True) -> dict[str, Any]:
+def cached_attention(
+    tokens: int = 2, length: int = 10, shares_rows: bool = True, sinks: bool = False
+) -> dict[str, Any]:
     """Attention of 4 heads over a cache of 2, whose tokens see those before them."""
     g = IRBuilder()
     q, mask = g.input("q", 1, 4, tokens, 16), g.input("mask", 1, 1, tokens, length, dtype="bool")
@@ -113,7 +115,11 @@ def cached_attention(tokens: int = 2, length: int = 10, shares_rows: bool = True
         g("aten.index_copy.default", cache, 2, at, new, name=f"{cache}_new")
         for cache, new in zip(caches, rows, strict=True)
     ]
-    attended = g("aten.scaled_dot_product_attention.default", q, *updated, mask, enable_gqa=True, name="y")
+    if sinks:
+        out = ((1, 4, tokens, 16), "float32")
+        attended = g("npu.attention.default", q, *updated, mask, g.input("sinks", 4), out=out, scale=0.25, name="y")
+    else:
+        attended = g("aten.scaled_dot_product_attention.default", q, *updated, mask, enable_gqa=True, name="y")
     g.output(attended, *updated)
     if not shares_rows:
         g.output(g("aten.neg.default", updated[0], name="other"))
@@ -140,11 +146,25 @@ npu.quantized_attention(%q, %k_new, %k_new.scales, %v_new, %v_new.scales, %mask)
 """
 
 
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_attention_over_a_rounded_cache_keeps_its_sinks(is_masked: bool) -> None:
+    ir = cached_attention(sinks=True)
+    (node,) = (node for node in ir["nodes"] if node["name"] == "y")
+    if not is_masked:  # the trace says then which of the optional tensors there is
+        node["inputs"] = [each for each in node["inputs"] if each["name"] != "mask"]
+        node["attrs"]["_tensor_names"] = ["query", "key", "value", "sinks"]
+    program = compile(ir, options=CompileOptions(compute_dtype="float32", kv_cache="int8"))
+    (call,) = (call for call in program.kernels if call.kernel == "quantized_attention_kernel")
+    assert (call.params["has_mask"], call.params["has_sinks"]) == (int(is_masked), 1)
+    assert call.inputs[-1].shape == (4,) and len(call.inputs) == 6 + is_masked
+
+
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_cache", sorted(NAMED_ROW_FORMATS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str, kv_cache: str) -> None:
+def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str, kv_cache: str, sinks: bool) -> None:
     kind, random = NAMED_ROW_FORMATS[kv_cache], np.random.default_rng(3)
-    program = compile(cached_attention(), options=CompileOptions(compute_dtype=dtype, kv_cache=kv_cache))
+    program = compile(cached_attention(sinks=sinks), options=CompileOptions(compute_dtype=dtype, kv_cache=kv_cache))
     program = CompiledProgram.from_bytes(program.to_bytes())
     donations = program.plan.donations
     assert donations == {name: name.replace("_new", "") for name in donations} and len(donations) == 4
@@ -157,7 +177,7 @@ def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str
         for start in (0, 2, 4):
             rows = {
                 name: random.standard_normal(specs[name].shape).astype(specs[name].storage)
-                for name in ("q", "keys", "values")
+                for name in ("q", "keys", "values", *(["sinks"] if sinks else []))
             }
             at = np.arange(start, start + 2)
             mask = (np.arange(10)[None] <= at[:, None])[None, None]
@@ -170,7 +190,8 @@ def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str
                 np.testing.assert_array_equal(read, kept[cache])
             scores = rows["q"].astype(np.float32) @ kept["k"].repeat(2, 1).swapaxes(2, 3) / 4
             weights = np.exp(np.where(mask, scores, -np.inf))
-            expected = weights / weights.sum(-1, keepdims=True) @ kept["v"].repeat(2, 1)
+            beside = np.exp(rows["sinks"].astype(np.float32))[:, None, None] if sinks else 0.0
+            expected = weights / (weights.sum(-1, keepdims=True) + beside) @ kept["v"].repeat(2, 1)
             tolerance = 1e-5 if dtype == "float32" else 2e-2
             np.testing.assert_allclose(found["y"].to_numpy().astype(np.float32), expected, atol=tolerance)
 

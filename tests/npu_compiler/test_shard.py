@@ -239,6 +239,38 @@ def test_sinks_of_paged_attention_are_divided_with_the_heads(ranks: int, kv_head
     compare(g, ranks, rng, inputs)
 
 
+@settings(max_examples=12, deadline=None)
+@given(ranks=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**16))
+def test_sinks_of_attention_are_divided_with_the_heads(ranks: int, kv_heads: int, seed: int) -> None:
+    heads, width, rng = 8, 8, np.random.default_rng(seed)
+    g = IRBuilder()
+    x, mask = g.input("x", 1, TOKENS, width), g.input("mask", 1, 1, TOKENS, CACHE, dtype="bool")
+    caches, index = [g.input(name, 1, kv_heads, CACHE, HEAD) for name in "kv"], g.input("index", TOKENS, dtype="int64")
+
+    def by_head(name: str, count: int) -> Tensor:
+        rows = g("aten.linear.default", x, g.weight(name, count * HEAD, width))
+        turned: Tensor = g("aten.transpose.int", g("aten.view.default", rows, [1, TOKENS, -1, HEAD]), 1, 2)
+        return turned
+
+    q = by_head("q", heads)
+    caches = [
+        g("aten.index_copy.default", cache, 2, index, by_head(name, kv_heads))
+        for cache, name in zip(caches, ("keys", "values"), strict=True)
+    ]
+    out = ((1, heads, TOKENS, HEAD), "float32")
+    attended = g("npu.attention.default", q, *caches, mask, g.weight("sinks", heads), out=out, scale=0.5)
+    joined = g("aten.reshape.default", g("aten.transpose.int", attended, 1, 2), [1, TOKENS, heads * HEAD])
+    g.output(g("aten.linear.default", joined, g.weight("o", width, heads * HEAD)), *caches)
+    assert f"weight %p_sinks.shard = shard(sinks, axis=0, parts={ranks}, ranks={ranks})" in divided(g, ranks)
+    inputs = {
+        "x": rng.standard_normal((1, TOKENS, width)).astype(np.float32),
+        **{name: rng.standard_normal((1, kv_heads, CACHE, HEAD)).astype(np.float32) for name in "kv"},
+        "mask": rng.random((1, 1, TOKENS, CACHE)) < 0.7,
+        "index": rng.permutation(CACHE)[:TOKENS],
+    }
+    compare(g, ranks, rng, inputs)
+
+
 @pytest.mark.parametrize(
     ("heads", "inner", "said"),
     [

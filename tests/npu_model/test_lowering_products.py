@@ -208,6 +208,34 @@ def test_attention_with_a_soft_cap(name: str, heads: int, t: int, keys: int, sof
     assert_close(run_on(name, g, inputs, {}, "float32"), 1e-5)
 
 
+@pytest.mark.parametrize("name", drawn(("edge", "tiny"), 1 / 2))
+@DRAWS
+@given(
+    b=st.integers(1, 2), shared=st.integers(1, 3), rep=st.integers(1, 3), t=st.integers(1, 40), keys=st.integers(1, 90),
+    d=st.integers(1, 16), e=st.integers(1, 24), soft_cap=st.sampled_from([0.0, 1.5]), causal=st.booleans(),
+    mask=st.sampled_from(["", "float32", "bool"]), dtype=st.sampled_from(["float32", "float16"]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention_with_sinks(
+    name: str, b: int, shared: int, rep: int, t: int, keys: int, d: int, e: int, soft_cap: float, causal: bool,
+    mask: str, dtype: str, seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    heads = shared * rep
+    shapes = {"q": (b, heads, t, d), "k": (b, shared, keys, d), "v": (b, shared, keys, e)}
+    operands = [tensor(rng, key, shape, dtype, packed=1) for key, shape in shapes.items()]
+    if mask:  # some queries may attend to no key
+        seen = rng.random((b, heads, t, keys)) < rng.choice([0.1, 0.7])
+        data = seen if mask == "bool" else np.where(seen, 0.5, -np.inf)
+        operands.append(tensor(rng, "mask", seen.shape, mask, packed=1, data=data))
+    operands.append(tensor(rng, "sinks", (heads,), dtype, packed=1))
+    params = {
+        "scale": d**-0.5, "causal": int(causal), "soft_cap": soft_cap, "has_mask": int(bool(mask)), "has_sinks": 1
+    }  # fmt: skip
+    out = tensor(rng, "out", (b, heads, t, e), dtype, packed=1)
+    assert_same(name, "attention_kernel", operands, [out], params, tolerance=4.0)
+
+
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8", "int4+int8", "int8+int8"])
 @pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 def test_weights_in_few_bits(name: str, format: str) -> None:
@@ -304,10 +332,10 @@ def test_attention_over_a_pool_of_blocks(
 @DRAWS
 @given(
     b=st.integers(1, 2), shared=st.integers(1, 3), rep=st.integers(1, 3), t=st.integers(1, 5),
-    length=st.integers(5, 70), d=st.sampled_from([1, 8, 40]), seed=st.integers(0, 2**32),
+    length=st.integers(5, 70), d=st.sampled_from([1, 8, 40]), sinks=st.booleans(), seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_attention_over_a_cache_of_bytes(
-    name: str, kv_cache: str, b: int, shared: int, rep: int, t: int, length: int, d: int, seed: int
+    name: str, kv_cache: str, b: int, shared: int, rep: int, t: int, length: int, d: int, sinks: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     g = IRBuilder()
@@ -319,8 +347,14 @@ def test_attention_over_a_cache_of_bytes(
         g("aten.index_copy.default", cache, 2, at, new, name=f"{cache}_new")
         for cache, new in zip(caches, rows, strict=True)
     ]
-    options = {"enable_gqa": True} if rep > 1 else {}
-    g.output(g("aten.scaled_dot_product_attention.default", q, *updated, mask, **options), *updated)
+    beside = {"sinks": normal(rng, shared * rep)} if sinks else {}
+    if sinks:
+        operands, out = (q, *updated, mask, g.input("sinks", shared * rep)), ((b, shared * rep, t, d), "float32")
+        attended = g("npu.attention.default", *operands, out=out, scale=0.3)
+    else:
+        options = {"enable_gqa": True} if rep > 1 else {}
+        attended = g("aten.scaled_dot_product_attention.default", q, *updated, mask, **options)
+    g.output(attended, *updated)
     places = np.sort(rng.permutation(length)[:t])
     new = {key: normal(rng, b, shared, t, d) for key in ("keys", "values")}
     new["keys"][0, 0, 0, 0] = rng.choice([0, 1e-40, np.nan, np.inf])
@@ -329,7 +363,7 @@ def test_attention_over_a_cache_of_bytes(
     seen = rng.random((b, 1, t, length)) < 0.7
     if not np.isfinite(new["keys"]).all():
         seen[..., places[0]] = False
-    inputs = {"q": normal(rng, b, shared * rep, t, d), "mask": seen, "at": places, **new, **codes, **scales}
+    inputs = {"q": normal(rng, b, shared * rep, t, d), "mask": seen, "at": places, **new, **codes, **scales, **beside}
     outcome = run_on(name, g, inputs, {}, "float32", kv_cache=kv_cache)
     for key in ("k_new", "v_new", "k_new.scales", "v_new.scales"):
         np.testing.assert_array_equal(outcome.ours.pop(key), outcome.reference.pop(key))

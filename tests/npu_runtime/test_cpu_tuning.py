@@ -134,14 +134,17 @@ def conv(
     return bound("conv2d_kernel", params, [x, weight, *extra], out, (1, 2) if bias else (1,))
 
 
-def attention(dtype: str, queries: int, mask: str, causal: bool = False, soft_cap: float = 0.0) -> ArrayCall:
+def attention(
+    dtype: str, queries: int, mask: str, causal: bool = False, soft_cap: float = 0.0, sinks: bool = False
+) -> ArrayCall:
     q, k, v = (spaced(2, heads, length, 16, dtype=dtype) for heads, length in ((4, queries), (2, 40), (2, 40)))
     seen = (torch.arange(40) <= 20 + torch.arange(queries)[:, None])[None, None].expand(2, 1, queries, 40).clone()
     seen[0, :, -1] = False  # a row that attends nothing
     masks = {"none": [], "bool": [seen], "float": [torch.where(seen, torch.randn(seen.shape), -torch.inf)]}
-    params = {"causal": causal, "has_mask": mask != "none", "scale": 0.25, "soft_cap": soft_cap}
+    beside = [torch.tensor([0.5, -torch.inf, 90.0, -2.0]).to(q.dtype)] if sinks else []
+    params = {"causal": causal, "has_mask": mask != "none", "has_sinks": sinks, "scale": 0.25, "soft_cap": soft_cap}
     out = torch.empty(2, 4, queries, 16, dtype=q.dtype)
-    return bound("attention_kernel", params, [q, k, v, *masks[mask]], out)
+    return bound("attention_kernel", params, [q, k, v, *masks[mask], *beside], out)
 
 
 def product(dtype: str) -> ArrayCall:
@@ -180,6 +183,9 @@ CASES: dict[str, Callable[[str], ArrayCall]] = {
     "attention decode": lambda dtype: attention(dtype, 1, "bool"),
     "attention mask": lambda dtype: attention(dtype, 12, "bool"),
     "attention additive": lambda dtype: attention(dtype, 12, "float"),
+    "attention sinks": lambda dtype: attention(dtype, 12, "float", soft_cap=0.5, sinks=True),
+    "attention sinks causal": lambda dtype: attention(dtype, 40, "none", causal=True, sinks=True),
+    "attention sinks decode": lambda dtype: attention(dtype, 1, "bool", sinks=True),
     "product": product,
     "pool": pool,
 }

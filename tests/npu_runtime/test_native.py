@@ -191,6 +191,7 @@ def attention_reference(
     causal: bool,
     scale: float,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     scores = q.double() @ k.double().repeat_interleave(groups, 1).mT * scale
@@ -202,8 +203,12 @@ def attention_reference(
         scores = scores.masked_fill(~mask, -torch.inf)
     elif mask is not None:
         scores = (scores.float() + mask.float()).double()
+    weights = scores
+    if sinks is not None:
+        weights = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     # As torch defines it: a row that attends nothing is zero.
-    return torch.softmax(scores, -1).nan_to_num(0.0) @ v.double().repeat_interleave(groups, 1)
+    weights = torch.softmax(weights, -1)[..., : k.shape[2]].nan_to_num(0.0)
+    return weights @ v.double().repeat_interleave(groups, 1)
 
 
 def attention_masks(batch: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
@@ -247,24 +252,50 @@ def test_attention(dtype: torch.dtype, queries: int) -> None:
 @given(
     queries=st.sampled_from([1, 2, 4, 5, 40]), keys=st.integers(1, 300), shared=st.integers(1, 2),
     group=st.integers(1, 3), width=st.sampled_from([8, 33, 64]), dtype=st.sampled_from(DTYPES),
-    soft_cap=st.sampled_from([0.5, 3.0, 50.0]), seed=st.integers(0, 2**31),
+    soft_cap=st.sampled_from([0.0, 0.5, 3.0, 50.0]), sinks=st.sampled_from([None, -2.0, 0.0, 4.0]),
+    seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_attention_with_a_soft_cap(
-    queries: int, keys: int, shared: int, group: int, width: int, dtype: torch.dtype, soft_cap: float, seed: int
+def test_attention_with_a_soft_cap_and_sinks(
+    queries: int,
+    keys: int,
+    shared: int,
+    group: int,
+    width: int,
+    dtype: torch.dtype,
+    soft_cap: float,
+    sinks: float | None,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     q, k, v = (
         strided(2, heads, rows, width, dtype=dtype)
         for heads, rows in ((shared * group, queries), (shared, keys), (shared, keys))
     )
-    kinds = {"none": None, "bool": torch.rand(2, 1, queries, keys) > 0.3, "float": torch.randn(queries, keys)}
+    beside = None if sinks is None else (sinks + 2.0 * torch.randn(shared * group)).to(dtype)
+    lowest = torch.where(torch.rand(queries, 1) > 0.3, 0.0, torch.finfo(torch.float32).min).repeat(1, keys)
+    kinds = {
+        "none": None,
+        "bool": torch.rand(2, 1, queries, keys) > 0.3,
+        "float": torch.randn(queries, keys),
+        "lowest": lowest,  # in whole rows
+    }
     for kind, mask in kinds.items():
         for causal in (False, True):
             out = blank(2, shared * group, queries, width)
-            run(native.attention(q, k, v, mask, causal, 2.0 * width**-0.5, out, soft_cap=soft_cap))
+            run(native.attention(q, k, v, mask, causal, 2.0 * width**-0.5, out, None, soft_cap, beside))
             tolerance = 2e-2 if dtype is torch.bfloat16 and queries > 4 else 1e-4
-            expected = attention_reference(q, k, v, mask, causal, 2.0 * width**-0.5, soft_cap)
+            expected = attention_reference(q, k, v, mask, causal, 2.0 * width**-0.5, soft_cap, beside)
             assert torch.allclose(out.double(), expected, tolerance, tolerance), f"{kind}, {causal}"
+
+
+def test_a_row_that_attends_to_nothing_is_zero_with_a_sink_too() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    seen = torch.tensor([True, False, True])[:, None].expand(3, 7)
+    for mask in (seen, torch.where(seen, 0.0, -torch.inf)):
+        out, sinks = blank(1, 2, 3, 8), torch.tensor([-torch.inf, 1000.0])
+        run(native.attention(q, k, k, mask, False, 1.0, out, None, 0.0, sinks))
+        check(out[:, :1], attention_reference(q[:, :1], k[:, :1], k[:, :1], mask, False, 1.0), 1e-5)
+        assert out[:, 1].abs().max() == 0
 
 
 def masks_with_holes(heads: int, queries: int, keys: int) -> dict[str, torch.Tensor]:

@@ -340,8 +340,11 @@ BINDINGS: dict[str, Callable[[Operands], tuple[Callable[..., Any], list[np.ndarr
         [o.floats(5, 7), o.floats(9, 7), o.floats(9), o.floats(5, 9), o.floats(5, 9)],
     ),
     "attention": lambda o: (
-        lambda q, k, v, mask, out: native.attention(q, k, v, mask, False, 1.0, out),
-        [o.floats(2, 4, 5, 8), *(o.floats(2, 2, 6, 8) for _ in "kv"), o.floats(2, 1, 5, 6), o.floats(2, 4, 5, 8)],
+        lambda q, k, v, mask, sinks, out: native.attention(q, k, v, mask, False, 1.0, out, sinks=sinks),
+        [
+            *(o.floats(2, 4, 5, 8), *(o.floats(2, 2, 6, 8) for _ in "kv"), o.floats(2, 1, 5, 6)),
+            *(o.floats(4), o.floats(2, 4, 5, 8)),
+        ],
     ),
     "conv2d": lambda o: (
         lambda x, w, bias, residual, out: conv.conv2d(

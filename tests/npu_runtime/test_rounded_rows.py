@@ -265,12 +265,15 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
     )
     for mask_kind in ("none", "boolean", "additive"):
         mask, out = masks(mask_kind, 2, 6, queries, keys), np.full((2, 6, queries, value_width), np.nan, np.float32)
+        sinks = random.normal(2.0, 2.0, 6).astype(dtype) if mask_kind == "boolean" else None
         rounded = native.QuantizedCache(kind, followed_by_nan(k_scales), followed_by_nan(v_scales))
-        launch = native.attention(q, k, v, mask, False, 0.2, out, rounded)
+        launch = native.attention(q, k, v, mask, False, 0.2, out, rounded, sinks=sinks)
         assert launch is not None
         launch()
-        inputs = [q, k, k_scales, v, v_scales, *([] if mask is None else [np.ascontiguousarray(mask)])]
+        others = [np.ascontiguousarray(x) for x in (mask, sinks) if x is not None]
+        inputs = [q, k, k_scales, v, v_scales, *others]
         params = {"format": kind, "scale": 0.2, "causal": 0, "soft_cap": 0.0}
+        params |= {"has_mask": int(mask is not None), "has_sinks": int(sinks is not None)}
         expected, summed = np.empty_like(out), np.empty_like(out)
         CPU_KERNELS["quantized_attention_kernel"](inputs, [expected], params)
         inputs[3] = np.abs(v.view(np.int8)).view(v.dtype) if kind == "int8" else v & 0x7F  # their magnitudes

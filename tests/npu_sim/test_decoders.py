@@ -177,12 +177,16 @@ def test_layers_with_windows_soft_caps_and_sinks_read_the_pool_in_place(model_ty
     assert {len(node["inputs"]) for node in nodes} == {7 if model_type == "gpt_oss" else 6}
 
 
-def test_soft_caps_are_part_of_attention_over_a_cache_in_one_piece(tmp_path: Path) -> None:
-    decoders.save_tiny("gemma2", tmp_path / "model")
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_are_part_of_attention_over_a_cache_in_one_piece(model_type: str, tmp_path: Path) -> None:
+    decoders.save_tiny(model_type, tmp_path / "model")
     checkpoint = load_checkpoint(tmp_path / "model", "float32")
     calls = LanguageModel(checkpoint, device="cpu", cache_length=32).decode_program.kernels
-    caps = [call.params["soft_cap"] for call in calls if call.kernel == "attention_kernel"]
-    assert caps == [checkpoint.config.attn_logit_softcapping] * checkpoint.config.num_hidden_layers
+    layers, cap = checkpoint.config.num_hidden_layers, getattr(checkpoint.config, "attn_logit_softcapping", 0.0)
+    has_sinks = routes = model_type == "gpt_oss"
+    features = [(call.params["soft_cap"], call.params["has_sinks"]) for call in calls if "attention" in call.kernel]
+    assert features == [(cap, int(has_sinks))] * layers
+    assert [call.kernel for call in calls].count("softmax_kernel") == (layers if routes else 0)
 
 
 @pytest.mark.parametrize("model_type", drawn(["mistral", "gemma2", "gpt_oss"], 2 / 3))

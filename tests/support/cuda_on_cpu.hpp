@@ -248,6 +248,7 @@ static void __nanosleep(unsigned) { cpu_yield(); }
 static void __threadfence() {}
 static int atomicAdd(int *to, int value) { return std::exchange(*to, *to + value); }
 static unsigned atomicInc(unsigned *to, unsigned most) { return std::exchange(*to, *to >= most ? 0 : *to + 1); }
+static int atomicOr(int *to, int bits) { return std::exchange(*to, *to | bits); }
 
 // Numbers and their bits.
 template <typename To, typename From> To cpu_bits(const From &from) {

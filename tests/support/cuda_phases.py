@@ -193,12 +193,16 @@ class Phases:
         start: int,
         splits: int,
         normed: bool = False,
+        soft_cap: float = 0.0,
+        sinks: bool = False,
     ) -> View:
         """Appends rotary embedding, cache update and attention up to each query's own key; returns [T, H · D].
 
         Args:
             start: The first query's own key.
             normed: Appends the RMSNorm of each query and of each new key before that.
+            soft_cap: Bound of the scores; 0: none.
+            sinks: Whether each head has one more score, which belongs to no key.
         """
         d, tokens = self.data, range(start, start + queries)
         x = self.operand("x", 1, heads + kv_heads, queries, width)
@@ -220,14 +224,16 @@ class Phases:
             turned = self._rotated(x, "qk", cos, sin)
             q, new_keys = turned.slice(1, 0, heads), turned.slice(1, heads, heads + kv_heads)
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=2, checked=1)
-        inputs = [q, k, v, mask.expand((1, heads, queries, keys))]
-        self.call("attention_kernel", inputs, [out], scale=scale, causal=0, soft_cap=0.0, has_mask=1)
+        inputs = [q, k, v, mask.expand((1, heads, queries, keys)), *self._sinks(heads, sinks)]
+        params = {"scale": scale, "causal": 0, "soft_cap": soft_cap, "has_mask": 1, "has_sinks": int(sinks)}
+        self.call("attention_kernel", inputs, [out], **params)
         by_view = [self.expected[view.buffer] for view in (q, new_keys)]
         rotated = by_view if normed else np.split(by_view[0], [heads], 1)
         new = {"k": rotated[1], "v": d["values"]}
         caches = {name: twins.update_cache(d[name], d["index"], rows) for name, rows in new.items()}
         bias = np.broadcast_to(d["mask"].astype(np.float32), (1, heads, queries, keys))
-        result = twins.attend_keys(rotated[0], caches["k"], caches["v"], bias, scale, splits)
+        beside = d["sinks"] if sinks else None
+        result = twins.attend_keys(rotated[0], caches["k"], caches["v"], bias, scale, splits, soft_cap, beside)
         self.expected |= {**caches, "attended": result.swapaxes(1, 2).reshape(whole.shape)}
         return whole
 
@@ -290,10 +296,9 @@ class Phases:
         q, new_keys = (view.squeeze(0).transpose(0, 1) for view in turned)
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=0, checked=1)
         scale = width**-0.5
-        beside = [self.operand("sinks", heads, values=self.rng.normal(3.0, 2.0, heads))] if sinks else []
         self.call(
             "paged_attention_kernel",
-            [q, k, v, tables, sequence, position, *beside],
+            [q, k, v, tables, sequence, position, *self._sinks(heads, sinks)],
             [out],
             scale=scale,
             block_size=block_size,
@@ -308,6 +313,10 @@ class Phases:
         result = twins.attend_pool(queries, pools["k"], pools["v"], *where, scale, splits, *limits)
         self.expected |= {**pools, "attended": result.reshape(shape)}
         return whole
+
+    def _sinks(self, heads: int, wanted: bool) -> list[View]:
+        """A score of no key for each head, if they are wanted."""
+        return [self.operand("sinks", heads, values=self.rng.normal(3.0, 2.0, heads))] if wanted else []
 
     def _head_norm(self, heads: View, name: str) -> View:
         """Appends the RMSNorm of heads [1, H, T, D] that are row-major in a part of a buffer."""

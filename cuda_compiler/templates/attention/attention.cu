@@ -12,6 +12,14 @@ __device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
     return problem.batch * Out::stride(0) + (problem.kv_head * sharing + row % sharing) * Out::stride(1)
         + Problem::query_of(row) * Out::stride(2);
 }
+#where has_sinks
+
+#include "attention/sinks.cuh"
+
+__device__ __forceinline__ float sink_weight(const Sinks::type *sinks, const Problem &problem, int row, float largest) {
+    return sink_weight(sinks, problem.kv_head * sharing + row % sharing, largest);
+}
+#end
 
 #kernel attention_split attention_once
 extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -19,10 +27,19 @@ extern __shared__ __align__(16) unsigned char shared_memory[];
 #kernel attention_once
 struct Finish {
     Out::type *out;
+#where has_sinks
+    const Sinks::type *sinks;
+#end
 
     __device__ __forceinline__ void operator()(
+#where has_sinks
+        const Problem &problem, int row, int dim, float largest, float of_keys, const float (&sums)[4]
+    ) const {
+        const float total = of_keys + sink_weight(sinks, problem, row, largest);
+#elsewhere
         const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
     ) const {
+#end
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // A query that attends to no key at all gets zeros, as in PyTorch.
@@ -35,7 +52,11 @@ struct Finish {
 KERNEL(attention_once) {
     const Problem problem(q, k, v, mask, blockIdx.z, blockIdx.y / row_blocks);
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
+#where has_sinks
+    split_keys(problem, blockIdx.y % row_blocks * block_rows, 0, 1, memory, Finish{out, sinks});
+#elsewhere
     split_keys(problem, blockIdx.y % row_blocks * block_rows, 0, 1, memory, Finish{out});
+#end
 }
 
 #kernel attention_split
@@ -79,5 +100,10 @@ KERNEL(attention_plain) {
     auto store = [&](int dim, float value) {
         out[out_row(problem, row) + dim * Out::stride(3)] = from<Out::type>(value);
     };
+#where has_sinks
+    auto beside = [&](float largest) { return sink_weight(sinks, problem, row, largest); };
+    attend_plainly<Q::stride(3), K::stride(3), V::stride(3)>(problem, row, reach, bias, store, beside);
+#elsewhere
     attend_plainly<Q::stride(3), K::stride(3), V::stride(3)>(problem, row, reach, bias, store);
+#end
 }

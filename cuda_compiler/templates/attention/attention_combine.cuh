@@ -1,5 +1,9 @@
 // Puts together what the splits of a row found (see `LeaveParts`), 32 dimensions of it at a time. Expects the operands Sums
 // and Out.
+#where has_sinks
+
+#include "attention/sinks.cuh"
+#end
 
 constexpr int combine_width = 32;
 constexpr int combine_slices = (int(Sums::size(4)) + combine_width - 1) / combine_width;
@@ -109,7 +113,7 @@ __device__ __forceinline__ void combine_splits(
         const index_t place = found_row / (rows * kv_heads) * Out::stride(0) + head * Out::stride(1)
             + row / sharing * Out::stride(2) + (first_dim + threadIdx.x) * Out::stride(3);
 #where has_sinks
-        whole += expf(to_float(sinks[head * Sinks::stride(0)]) - greatest);
+        whole += sink_weight(sinks, head, greatest);
 #end
         // A query that attends to no key at all gets zeros, as in PyTorch.
         out[place] = from<Out::type>(whole == 0.0f ? 0.0f : result / whole);

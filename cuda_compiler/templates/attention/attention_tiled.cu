@@ -217,6 +217,10 @@ KERNEL(attention_tiled) {
     }
 #pragma unroll
     for (int part = 0; part < row_tiles; part++) {
+#where has_sinks
+        rows_at[part].finish(problem, first_row + part * block_rows, sinks, out);
+#elsewhere
         rows_at[part].finish(problem, first_row + part * block_rows, out);
+#end
     }
 }

@@ -5,6 +5,10 @@
 #include "attention/attention_products.cuh"
 #include "attention/attention_verdicts.cuh"
 
+#where has_sinks
+#include "attention/sinks.cuh"
+
+#end
 constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
 static_assert(8 * value_tiles >= value_width);
 constexpr float log2_e = 1.44269504f;
@@ -159,7 +163,13 @@ struct Rows {
         }
     }
 
+#where has_sinks
+    __device__ __forceinline__ void finish(
+        const Problem &problem, int first_row, const Sinks::type *sinks, Out::type *out
+    ) {
+#elsewhere
     __device__ __forceinline__ void finish(const Problem &problem, int first_row, Out::type *out) {
+#end
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -169,6 +179,9 @@ struct Rows {
             if (row >= rows) {
                 continue;
             }
+#where has_sinks
+            total[half] += sink_weight(sinks, problem.kv_head * sharing + row % sharing, largest[half]);
+#end
             // A query that attends to no key at all gets zeros, as in PyTorch.
             const float factor = total[half] == 0.0f ? 0.0f : 1.0f / total[half];
             Out::type *target = out + problem.batch * Out::stride(0)

@@ -291,7 +291,11 @@ KERNEL(attention_wgmma) {
             }
             const int first_row = block_row + int(threadIdx.x) % warpgroup_threads / WARP * block_rows;
             consumer.attend(problem, tiles, first_row);
+#where has_sinks
+            consumer.rows_at.finish(problem, first_row, sinks, out);
+#elsewhere
             consumer.rows_at.finish(problem, first_row, out);
+#end
         }
     }
 }

@@ -117,10 +117,7 @@ struct Problem {
 };
 #where has_sinks
 
-// The weight of the sink of a head, where the weight of a key is exp(score - largest).
-__device__ __forceinline__ float sink_weight(const Sinks::type *sinks, int head, float largest) {
-    return expf(to_float(sinks[head * Sinks::stride(0)]) - largest);
-}
+#include "attention/sinks.cuh"
 #end
 
 // Which tokens are the first of their tiles, known to all lanes of a warp.

@@ -71,6 +71,12 @@ __device__ __forceinline__ index_t result_place(int number, int row) {
     return number / kv_heads * Out::stride(0) + (number % kv_heads * sharing + row % sharing) * Out::stride(1)
         + row / sharing * Out::stride(2);
 }
+#where has_sinks
+
+#include "attention/sinks.cuh"
+
+__device__ __forceinline__ int head_of(int number, int row) { return number % kv_heads * sharing + row % sharing; }
+#end
 
 #include "resident/new_rows.cuh"
 #include "resident/partials.cuh"
@@ -272,5 +278,9 @@ PHASE(attend_keys) {
         // Polling (I8) slows down the blocks that still have keys to attend to.
         __nanosleep(backoff_ns);
     }
+#where has_sinks
+    combine_partials(grid, partials, sinks, out);
+#elsewhere
     combine_partials(grid, partials, out);
+#end
 }

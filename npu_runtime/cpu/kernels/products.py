@@ -70,15 +70,16 @@ def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 @cpu_kernel("attention_kernel")
 def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
-    scores = _capped(_scores(inputs[0], inputs[1], params["scale"]), params["soft_cap"])
-    if len(inputs) > 3:
-        mask = inputs[3]
+    q, k, v, *rest = inputs
+    scores = _capped(_scores(q, k, params["scale"]), params["soft_cap"])
+    if params["has_mask"]:
+        mask = rest.pop(0)
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
     if params["causal"]:
         queries, keys = scores.shape[2:]
         scores = np.where(np.tri(queries, keys, dtype=bool), scores, np.float32(-np.inf))
     sees_none = np.isneginf(scores).all(-1, keepdims=True)
-    outputs[0][...] = _weighted(np.where(sees_none, np.float32(0), softmax_of(scores)), inputs[2])
+    outputs[0][...] = _weighted(np.where(sees_none, np.float32(0), _weights(scores, rest)), v)
 
 
 def _scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
@@ -95,6 +96,12 @@ def _capped(scores: np.ndarray, soft_cap: float) -> np.ndarray:
     """Scores s as c · tanh(s / c) if there is a soft cap c above 0."""
     cap = np.float32(soft_cap)
     return cap * np.tanh(scores / cap) if soft_cap else scores
+
+
+def _weights(scores: np.ndarray, sinks: Arrays) -> np.ndarray:
+    """The softmax of scores [B, H, T, S], to which the sinks [H], if there are any, add a score of no key."""
+    beside = (np.broadcast_to(as_float32(sink)[:, None, None], (*scores.shape[:3], 1)) for sink in sinks)
+    return softmax_of(np.concatenate([scores, *beside], -1))[..., : scores.shape[3]]
 
 
 def _weighted(weights: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -124,8 +131,4 @@ def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
             seen &= places > positions[tokens, None] - window
         scores = _capped(_scores(own_q, own_k, params["scale"]), params["soft_cap"])
         scores = np.where(seen, scores, np.float32(-np.inf))
-        for sink in sinks:
-            beside = np.broadcast_to(as_float32(sink)[:, None, None], (*scores.shape[:3], 1))
-            scores = np.concatenate([scores, beside], -1)
-        weights = softmax_of(scores)[..., : len(places)]
-        outputs[0][tokens] = _weighted(weights, own_v)[0].swapaxes(0, 1)
+        outputs[0][tokens] = _weighted(_weights(scores, sinks), own_v)[0].swapaxes(0, 1)

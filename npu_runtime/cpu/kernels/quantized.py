@@ -48,9 +48,9 @@ def quantized_index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> Non
 @cpu_kernel("quantized_attention_kernel")
 def quantized_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Attention with keys and values that are quantized by row."""
-    q, keys, key_scales, values, value_scales, *mask = inputs
+    q, keys, key_scales, values, value_scales, *others = inputs
     k, v = (
         dequantize_rows(codes, scales, params["format"])
         for codes, scales in ((keys, key_scales), (values, value_scales))
     )
-    attention([q, k, v, *mask], outputs, params)
+    attention([q, k, v, *others], outputs, params)

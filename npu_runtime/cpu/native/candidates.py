@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
+
 from npu_compiler.program.elementwise import ACTIVATION_OF, GATES
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import strides_of, with_strides
@@ -141,9 +143,8 @@ def _matmul(call: ArrayCall) -> NativeLaunch | None:
 
 @_accelerates("attention_kernel")
 def _attention(call: ArrayCall) -> NativeLaunch | None:
-    q, k, v, *mask = call.inputs
-    causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
-    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, soft_cap=soft_cap)
+    q, k, v = call.inputs[:3]
+    return _any_attention(call, q, k, v)
 
 
 @_accelerates("paged_attention_kernel")
@@ -156,10 +157,16 @@ def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
 
 @_accelerates("quantized_attention_kernel")
 def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
-    q, k, k_scales, v, v_scales, *mask = call.inputs
-    quantized = native.QuantizedCache(call.params["format"], k_scales, v_scales)
+    q, k, k_scales, v, v_scales = call.inputs[:5]
+    return _any_attention(call, q, k, v, native.QuantizedCache(call.params["format"], k_scales, v_scales))
+
+
+def _any_attention(
+    call: ArrayCall, q: np.ndarray, k: np.ndarray, v: np.ndarray, quantized: native.QuantizedCache | None = None
+) -> NativeLaunch | None:
+    mask, sinks = map(call.at, call.optional(("has_mask", "has_sinks"), 3 if quantized is None else 5))
     causal, scale, soft_cap = bool(call.params["causal"]), call.params["scale"], call.params["soft_cap"]
-    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized, soft_cap)
+    return native.attention(q, k, v, mask, causal, scale, call.out, quantized, soft_cap, sinks)
 
 
 @_accelerates("quantized_index_copy_kernel")

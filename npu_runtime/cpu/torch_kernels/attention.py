@@ -12,36 +12,41 @@ from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, torch_kernel
 def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
     q, k, v, *rest = inputs
-    mask = rest[0] if rest else None
+    mask = rest.pop(0) if params["has_mask"] else None
+    sinks = rest.pop(0) if params["has_sinks"] else None
+    outputs[0].copy_(attend(q, k, v, mask, sinks, params["scale"], params["soft_cap"], bool(params["causal"])))
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float = 0.0,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention as `npu_compiler.ops.transformer.lower_attention` defines it, in float32: [B, H, T, Dv].
+
+    A query that attends to no key gets zeros.
+    """
+    q, k, v = (x.float() for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    if soft_cap := params["soft_cap"]:
-        outputs[0].copy_(_capped_attention(q.float(), k.float(), v.float(), mask, params, soft_cap))
-        return
-    result = F.scaled_dot_product_attention(
-        q.float(),
-        k.float(),
-        v.float(),
-        mask,
-        is_causal=bool(params["causal"]),
-        scale=params["scale"],
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
-    outputs[0].copy_(result)
-
-
-def _capped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, params: Params, soft_cap: float
-) -> torch.Tensor:
-    """Attention whose scores have a soft cap; a query that attends to no key gets zeros."""
+    if not soft_cap and sinks is None:
+        shared = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=shared)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = _capped(q @ k.transpose(2, 3) * params["scale"], soft_cap)
+    scores = _capped(q @ k.transpose(2, 3) * scale, soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if params["causal"]:
+    if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
-    weights = torch.softmax(scores, -1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
-    return weights @ v
+    sees_none = (scores == -torch.inf).all(-1, keepdim=True)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]].masked_fill(sees_none, 0.0) @ v
 
 
 def _capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
@@ -75,22 +80,6 @@ def paged_attention(  # noqa: PLR0913 -- operands and parameters of the kernel
         mask = places <= positions[tokens, None]
         if window:
             mask &= places > positions[tokens, None] - window
-        operands = [x.float().transpose(0, 1) for x in (query[tokens], keys[rows], values[rows])]
-        attended = _attended(operands, mask, scale, soft_cap, sinks)
-        result[tokens] = attended.transpose(0, 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], keys[rows], values[rows]))
+        result[tokens] = attend(q, k, v, mask, sinks, scale, soft_cap)[0].transpose(0, 1)
     return result
-
-
-def _attended(
-    operands: list[torch.Tensor], mask: torch.Tensor, scale: float, soft_cap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention of queries [H, N, D] over keys and values [KV, S, D] where a mask [N, S] is True: [H, N, Dv]."""
-    q, k, v = operands
-    if not soft_cap and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = _capped(q @ k.transpose(1, 2) * scale, soft_cap).masked_fill(~mask, -torch.inf)
-    if sinks is None:
-        return torch.softmax(scores, -1) @ v
-    beside = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
-    return torch.softmax(torch.cat([scores, beside], -1), -1)[..., :-1] @ v

@@ -305,8 +305,10 @@ def unprepared(call: TensorCall) -> Launch | None:
 
 def half_attention(call: TensorCall) -> Launch | None:
     q, k, v, *rest = call.inputs
-    mask, out = (rest[0] if rest else None), call.out
-    if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES or call.params["soft_cap"]:
+    mask, out = (rest[0] if call.params["has_mask"] else None), call.out
+    if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES:
+        return None
+    if call.params["soft_cap"] or call.params["has_sinks"]:
         return None
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
         return None

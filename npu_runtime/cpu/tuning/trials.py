@@ -48,7 +48,7 @@ def stand_in(call: ArrayCall) -> ArrayCall:
         array if operand.is_constant else _random(array)
         for array, operand in zip(call.inputs, call.operands, strict=True)
     ]
-    if call.name == "attention_kernel" and len(inputs) > 3 and not call.is_constant(3):
+    if call.name == "attention_kernel" and call.params["has_mask"] and not call.is_constant(3):
         _half_visible(inputs[3])
     return replace(
         call,

@@ -25,9 +25,10 @@ def attention(
     inputs: tuple[T, T, T] | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
+    sinks: str | None = None,
     atol: float = 1e-4,
 ) -> Case:
-    """`heads`: of queries, of keys and values. The output lies in memory as [batch, query, head, width]."""
+    """`heads`: of queries, of keys and values; `sinks`: their dtype. The output lies as [batch, query, head, width]."""
     values = width if value_width is None else value_width
     own, shared = heads
     q, k, v = inputs or (
@@ -37,8 +38,11 @@ def attention(
     )
     out = T((batch, own, queries, values), strides=(queries * own * values, values, own * values, 1))
     params = {"scale": scale or width**-0.5, "causal": int(causal), "soft_cap": soft_cap}
-    params["has_mask"] = int(mask is not None)
-    return Case("attention_kernel", name, [q, k, v, *([mask] if mask else [])], [out], params, atol=atol)
+    params |= {"has_mask": int(mask is not None), "has_sinks": int(sinks is not None)}
+    others = [mask] if mask else []
+    if sinks:
+        others.append(T((own,), sinks, values=np.random.default_rng(own * keys).normal(2.0, 2.0, own)))
+    return Case("attention_kernel", name, [q, k, v, *others], [out], params, atol=atol)
 
 
 def mask(batch: int, heads: int, queries: int, keys: int, dtype: str, values: object = None) -> T:
@@ -254,6 +258,14 @@ CASES = [
     attention("odd-soft-cap", 2, 20, 13, soft_cap=0.5, mask=mask(1, 2, 2, 20, "float32")),
     attention("tile-soft-cap", 37, 70, 64, heads=(4, 2), soft_cap=0.5, causal=True),
     attention("tile-soft-cap-float-mask", 9, 40, 16, soft_cap=1.5, mask=mask(1, 2, 9, 40, "compute")),
+    attention("sinks", 1, 37, 64, heads=(6, 2), sinks="compute"),
+    attention("wide-sinks", 2, 20, 256, sinks="float32", mask=mask(1, 2, 2, 20, "bool")),
+    attention("odd-sinks", 4, 40, 13, heads=(4, 2), soft_cap=0.5, sinks="compute", causal=True),
+    attention("sinks-nothing-attended", 4, 40, 32, sinks="compute", mask=some_rows_empty(4, 40, "bool")),
+    attention("sinks-float32", 2, 40, 32, dtype="float32", sinks="float32"),
+    attention("tile-sinks", 37, 70, 64, heads=(4, 2), sinks="compute", causal=True),
+    attention("tile-sinks-float-mask", 9, 40, 16, soft_cap=1.5, sinks="float32", mask=mask(1, 2, 9, 40, "compute")),
+    attention("tile-sinks-nothing-attended", 10, 40, 16, sinks="compute", mask=some_rows_empty(10, 40, "float32")),
     attention("tile", 32, 32, 32),
     attention("tile-begun", 9, 33, 16, mask=mask(1, 2, 9, 33, "bool")),
     attention("tile-float-mask", 9, 40, 16, mask=mask(1, 2, 9, 40, "compute")),

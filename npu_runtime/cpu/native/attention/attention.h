@@ -21,6 +21,7 @@ struct AttentionOperands {
   // queries and of what is stored.
   RowFormat format;
   View k_scales, v_scales;
+  View sinks;  // [1, 1, 1, H]: one more score of each head's softmax, which belongs to no key; no data: none
 };
 
 // What attention reads besides: keys and values may lie in blocks of a pool, in an order that a table gives, the first
@@ -28,7 +29,6 @@ struct AttentionOperands {
 struct AttentionArgs : AttentionOperands {
   int64_t first_query = 0;         // the key beside which query 0 stands
   int64_t window = 0;              // number of keys that a query sees if `causal`, its own among them; 0: all
-  View sinks{};                    // [1, 1, 1, H]: one more score of each head's softmax, of no key; no data: none
   const int32_t* table = nullptr;  // key i is row i % block_size of block table[i / block_size]
   int64_t block_size = 0, blocks = 0;
 
@@ -119,9 +119,10 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
 // Whether some lane is anything but `value`; NaN is.
 NPU_INLINE bool differs_any(Vec lanes, float value) { return any(lanes != splat(value)); }
 
-// The weight of a head's sink, if there is one, where the weight of a key is exp(score - highest).
+// The weight of a head's sink, if there is one, where the weight of a key is exp(score - highest). None where no key has
+// any: a row without keys is zero with a sink, too.
 inline float sink_weight(const AttentionArgs& a, int64_t head, float highest) {
-  if (!a.sinks.data) return 0;
+  if (!a.sinks.data || highest == kNoWeight) return 0;
   const char* sink = a.sinks.data + head * a.sinks.stride[3] * item_size(a.sinks.dtype);
   return std::exp(load_any(sink, a.sinks.dtype, 0, 1)[0] - highest);
 }

@@ -34,6 +34,7 @@ class _AttentionArgs(ArgumentBlock):
         ("format", ctypes.c_int64),
         ("k_scales", View),
         ("v_scales", View),
+        ("sinks", View),
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
@@ -46,6 +47,7 @@ class _AttentionArgs(ArgumentBlock):
         yield self.out.extent("out", (batch, heads, queries, value_width))
         yield self.k_scales.extent("k_scales", (1, batch, kv_heads, keys))
         yield self.v_scales.extent("v_scales", (1, batch, kv_heads, keys))
+        yield self.sinks.extent("sinks", (1, 1, 1, heads))
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def attention(
     out: np.ndarray,
     quantized: QuantizedCache | None = None,
     soft_cap: float = 0.0,
+    sinks: np.ndarray | None = None,
 ) -> NativeLaunch | None:
     """Prepare out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
 
@@ -92,6 +95,7 @@ def attention(
     Args:
         quantized: Format and scales of k and v if they are codes; None if they are floats.
         soft_cap: Bound c of the scaled scores s, which become c · tanh(s / c) before the mask. 0: none.
+        sinks: One more score [H] of each head's softmax, which belongs to no key. None: there are none.
     """
     if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None
@@ -104,6 +108,8 @@ def attention(
     if width > _MAX_WIDTH or heads % kv_heads != 0 or k.shape != (batch, kv_heads, keys, width):
         return None
     if v.shape[:3] != k.shape[:3] or out.shape != (batch, heads, queries, v.shape[3]):
+        return None
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in DTYPES):
         return None
     kind, floor = _NO_MASK, 0.0
     full_mask = mask
@@ -130,8 +136,9 @@ def attention(
         ROUNDING["none" if quantized is None else quantized.format],
         operand(None if quantized is None else quantized.k_scales),
         operand(None if quantized is None else quantized.v_scales),
+        operand(sinks),
     )
-    return launch("attention", args, q, k, v, mask, out, quantized)
+    return launch("attention", args, q, k, v, mask, out, quantized, sinks)
 
 
 class _PagedArgs(ArgumentBlock):

@@ -267,9 +267,10 @@ void combine_and_store(const AttentionArgs& a, int64_t batch, int64_t kv_head, i
                        int64_t splits, int64_t stride) {
   float highest = kNoWeight;
   for (int64_t s = 0; s < splits; ++s) highest = std::max(highest, partials[s * stride]);
-  if (highest == kNoWeight && a.mask_kind == MaskKind::additive)
+  if (highest == kNoWeight && a.mask_kind == MaskKind::additive) {
     attend_rows<T, K>(a, batch, kv_head, row, 1, 0, a.keys(), kNoWeight, partials);
-  else if (splits > 1 && highest > kNoWeight) {
+    highest = partials[0];
+  } else if (splits > 1 && highest > kNoWeight) {
     const int64_t size = partial_size(a);
     for (int64_t s = 0; s < splits; ++s) {
       const float* partial = partials + s * stride;
