@@ -203,5 +203,9 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
 
 def _unread_bytes(phases: Sequence[Phase]) -> int:
     """Bytes of experts' weights that a step does not read, because other experts are chosen."""
-    streams = [(phase.stream, phase.inputs["weight"]) for phase in phases if phase.stream and phase.stream.expert_bytes]
-    return sum(distinct_bytes(weight) - stream.weight_bytes for stream, weight in streams if weight is not None)
+    total = 0
+    for phase in phases:
+        if phase.stream is not None and phase.stream.expert_rows:
+            codes, *sides = (distinct_bytes(phase.operands[name]) for name in phase.streamed)
+            total += (codes - phase.stream.weight_bytes) * (codes + sum(sides)) // codes
+    return total

@@ -43,7 +43,7 @@ class Stream:
     """The division of a product's weight among the blocks, which stream it; the C struct `Stream` in `tables.cuh`.
 
     Attributes:
-        expert_bytes: Bytes from an expert's matrix to the next; 0: the weight has no experts.
+        expert_rows: Number of rows from an expert's first row to the next one's; 0: the weight has no experts.
         expert_units: Number of units that each chosen expert has; 0: units are not divided among experts.
         row_experts: Number of chosen experts whose rows, one chunk each, make a row; 1: rows are whole.
     """
@@ -60,7 +60,7 @@ class Stream:
     in_flight: int = IN_FLIGHT
     most_in_flight: int = MOST_IN_FLIGHT
     sides: tuple[Side, ...] = ()
-    expert_bytes: int = 0
+    expert_rows: int = 0
     expert_units: int = 0
     row_experts: int = 1
 

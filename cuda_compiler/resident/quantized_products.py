@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THREADS, WARPS, whole_lines
 from cuda_compiler.resident.phases import Phase, Side, Stream
@@ -37,10 +37,32 @@ _MOST_UNITS = 8  # of a batch
 _PARTS = ("data", "scales", "offset")
 
 
-def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputNorms) -> Phase | None:
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """The matrices of experts that a weight consists of, one below the other.
+
+    Attributes:
+        rows: Number of rows of each matrix; of a gated product's, of each half.
+        choices: Number of experts that a product reads.
+        side_by_side: Whether their rows make one row of the product; else each has results of its own.
+        interleaved: Whether the rows of a gated product's halves alternate.
+    """
+
+    rows: int
+    choices: int
+    side_by_side: bool = False
+    interleaved: bool = False
+
+
+def quantized_product_phase(
+    plan: ExecutionPlan, call: KernelCall, norms: InputNorms, experts: ExpertMatrices | None = None
+) -> Phase | None:
     """The phase of a product of a few rows and a quantized weight, and of the norms of its input.
 
     None if the weight cannot be streamed.
+
+    Args:
+        experts: The experts that the weight belongs to; None: it is one matrix.
     """
     inputs, outputs, constants = product_operands(call, norms)
     m, n, k = (call.params[name] for name in "mnk")
@@ -48,24 +70,31 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputN
     parts = {name: view for name in _PARTS if (view := inputs[name]) is not None}
     bits = CODE_FORMATS[call.params["codes"]].bits
     span, group = _SPAN_BYTES * 8 // bits, k // call.params["groups"]
+    width = k // experts.choices if experts is not None and experts.side_by_side else k
     if (
         not can_receive(inputs, m, k)
         or not fits_shared(inputs, m, k)
         or not all(plan.buffers[view.buffer].is_constant and _is_aligned(view) for view in parts.values())
-        or k % span
+        or width % span
         or group % span
     ):
         return None
     most = min(_MOST_ROWS // (2 if gated else 1), THREADS // m)
-    possible = [stream for own in range(most, 0, -1) for stream in _streams(call, parts, own, gated, group)]
+    if experts is None:
+        possible = [stream for own in range(most, 0, -1) for stream in _streams(call, parts, own, gated, group)]
+    else:
+        possible = list(_expert_streams(call, parts, most, gated, experts))
     if not possible:
         return None
     stream = min(possible, key=_busiest_bytes)
     batch = min(_MOST_UNITS, THREADS // (stream.own_rows * m))  # a thread finishes a result of a batch
+    line_bytes = _line_bytes(stream, m)
     scales, offsets = (*stream.sides, Side())[:2]
     constants |= {
         "gated": gated,
         **stream_constants(stream),
+        "interleaved": experts is not None and experts.interleaved,
+        "line_bytes": line_bytes,
         "chunk_bytes": stream.chunk_bytes,
         "copied_rows": stream.copied_rows,
         "side_rows": stream.side_rows,
@@ -73,9 +102,11 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norms: InputN
         **_side_constants("scale", scales),
         **_side_constants("offset", offsets),
     }
-    lines = groups(stream.row_bytes, LINE_BYTES)
-    x_bytes = lines * LINE_BYTES * 2 * 8 // bits
-    scale_bytes = lines * LINE_BYTES // _SPAN_BYTES * 8
+    staged = groups(stream.row_bytes, line_bytes) * line_bytes  # bytes of codes that x is multiplied with
+    if stream.row_experts > 1:
+        staged = stream.row_experts * _line_turns(stream.chunk_bytes, line_bytes) * WARPS * line_bytes
+    x_bytes = staged * 2 * 8 // bits
+    scale_bytes = staged // _SPAN_BYTES * 8
     sums = 4 * 2 * WARPS * stream.unit_rows * m * batch
     return Phase(
         call,
@@ -107,25 +138,64 @@ def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gr
     unit_rows = 2 * own if gated else own
     stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, own, 1)
     if row_bytes * unit_rows <= QUANTIZED_SLOT_BYTES:
-        yield _with_sides(stream, call, parts)
+        yield _with_sides(stream, parts)
     elif QUANTIZED_SLOT_BYTES // unit_rows >= WARPS * LINE_BYTES:
         chunk = chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES)
         elements = chunk * call.params["k"] // row_bytes
         if count == 1 or elements % group == 0:
             stream = replace(stream, chunk_bytes=chunk, copied_rows=1)
-            yield _with_sides(stream, call, parts)
+            yield _with_sides(stream, parts)
             if count > 1:
-                yield _with_sides(replace(stream, side_rows=1), call, parts, elements // group)
+                yield _with_sides(replace(stream, side_rows=1), parts, elements // group)
 
 
-def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_groups: int = 0) -> Stream:
+def _expert_streams(
+    call: KernelCall, parts: dict[str, View], most: int, gated: bool, experts: ExpertMatrices
+) -> Iterator[Stream]:
+    """The ways to stream the matrices of chosen experts, whose rows fit in a slot; none if they cannot be streamed.
+
+    Args:
+        most: Maximum number of rows, or of pairs of rows of a gated product, of a unit.
+    """
+    row_bytes, n = parts["data"].shape[1], call.params["n"]
+    sides = [view.shape[1] * itemsize(view.dtype) for name, view in parts.items() if name != "data"]
+    if any(experts.rows * size % _COPY_BYTES for size in sides):  # copies of them begin alike in all matrices
+        return
+    for own in range(most, 0, -1):
+        unit_rows = 2 * own if gated else own
+        if row_bytes * unit_rows > QUANTIZED_SLOT_BYTES or (not experts.side_by_side and experts.rows % own):
+            continue
+        rows = 2 * experts.rows if experts.interleaved else experts.rows
+        run = unit_rows if experts.interleaved else own
+        stream = Stream(groups(n, own), unit_rows, run, rows, row_bytes, row_bytes, run, run, 1)
+        if experts.side_by_side:
+            stream = replace(stream, expert_rows=experts.rows, row_experts=experts.choices)
+        else:
+            matrix_rows = 2 * experts.rows if gated else experts.rows
+            stream = replace(stream, expert_rows=matrix_rows, expert_units=experts.rows // own)
+        yield _with_sides(stream, parts)
+
+
+def _line_bytes(stream: Stream, m: int) -> int:
+    """Bytes of each row of a weight that a warp takes at a time: half a line where all warps are busier so."""
+    half, chunk = LINE_BYTES // 2, stream.chunk_bytes
+    halves = m == 1 and chunk == stream.row_bytes and _line_turns(chunk, half) < 2 * _line_turns(chunk, LINE_BYTES)
+    return half if halves else LINE_BYTES
+
+
+def _line_turns(chunk: int, line_bytes: int) -> int:
+    """Maximum number of lines of a chunk that a warp takes."""
+    return groups(groups(chunk, line_bytes), WARPS)
+
+
+def _with_sides(stream: Stream, parts: dict[str, View], chunk_groups: int = 0) -> Stream:
     """The stream with the places of scales and offsets in a slot, behind the rows' codes.
 
     Args:
         chunk_groups: Number of groups in a chunk of a row, if a slot holds only their scales; 0 if it holds whole
             rows'.
     """
-    count = call.params["groups"]
+    count = parts["scales"].shape[1]
     lines = groups(min(stream.chunk_bytes, stream.row_bytes), LINE_BYTES)
     place = (stream.unit_rows - 1) * stream.chunk_bytes + lines * LINE_BYTES  # lines are read whole
     sides = []
@@ -142,13 +212,13 @@ def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_
 
 def _busiest_bytes(stream: Stream) -> int:
     """The estimated cost of the busiest multiprocessor, in bytes that it could read in the same time."""
-    chunks = groups(stream.row_bytes, stream.chunk_bytes)
+    chunks = groups(stream.row_bytes, stream.chunk_bytes) * stream.row_experts
     side_copies = stream.unit_rows // stream.side_rows
     copies = stream.unit_rows // stream.copied_rows + len(stream.sides) * side_copies
     side_bytes = sum(side_copies * side.stride for side in stream.sides)
-    turns = groups(stream.row_bytes, WARPS * LINE_BYTES)
+    turns = groups(stream.row_bytes, WARPS * LINE_BYTES) * stream.row_experts
     products = groups(stream.unit_rows, _TILE_ROWS) * turns * _TILE_COST
-    read = stream.unit_rows * stream.row_bytes + chunks * side_bytes
+    read = stream.unit_rows * stream.row_bytes * stream.row_experts + chunks * side_bytes
     unit = max(read, chunks * copies * _COPY_COST) + chunks * _SLOT_COST + products
     return groups(stream.units, MULTIPROCESSORS) * unit
 

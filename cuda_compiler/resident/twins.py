@@ -88,17 +88,27 @@ def expert_sum(
     down: Array,
     chosen: Array,
     factors: Array,
-    activate: Callable[[Array], Array],
+    gate: Callable[[Array, Array], Array],
     residual: Array | None = None,
+    biases: tuple[Array, Array] | None = None,
 ) -> Array:
-    """The weighted sum of what the chosen experts make of one row: Σ (factor · act(gate) · up) · downᵀ + residual.
+    """The weighted sum of what the chosen experts make of one row: Σ (factor · gate(x · upᵀ)) · downᵀ + residual.
 
-    Shapes: x, result and residual [1, K]; up [E, 2N, K]; down [E, K, N]; chosen and factors [choices].
+    Shapes: x, result and residual [1, K]; up [E, 2N, K]; down [E, K, N]; biases [E, 2N] and [E, K]; chosen and factors
+    [choices].
+
+    Args:
+        gate: The function of the first and the second half of a product's columns.
     """
     factors = factors.astype(np.float32)
-    inner = [gated_product(x, up[expert], activate).astype(np.float32) for expert in chosen]
-    scaled = [(y * factor).astype(x.dtype) for y, factor in zip(inner, factors, strict=True)]
-    return product(np.concatenate(scaled, 1), np.concatenate(list(down[chosen]), 1), lambda sums: sums, None, residual)
+    scaled, bias = [], None if biases is None else np.zeros(down.shape[1], np.float32)
+    for expert, factor in zip(chosen, factors, strict=True):
+        sums = _sums(x, up[expert], None if biases is None else biases[0][expert])
+        inner = gate(*np.split(sums, 2, -1)).astype(x.dtype).astype(np.float32)
+        scaled.append((inner * factor).astype(x.dtype))
+        if bias is not None and biases is not None:
+            bias += factor * biases[1][expert].astype(np.float32)
+    return product(np.concatenate(scaled, 1), np.concatenate(list(down[chosen]), 1), lambda sums: sums, bias, residual)
 
 
 def span_integers(x: Array, span: int) -> tuple[Array, Array]:

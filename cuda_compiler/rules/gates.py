@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from cuda_compiler.specialization.activations import activation_text
 from npu_compiler.program.elementwise import GATES, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
@@ -20,10 +21,16 @@ GATED_EXPERTS = {
     "expert_matmul_kernel": "gated_expert_matmul",
     "quantized_expert_matmul_kernel": "quantized_gated_expert_matmul",
 }
+# Element-wise ops of two operands that are functions of both halves of a product, not the product of one with the other.
+_PAIRED = ("clamped_silu_mul",)
 
 
 def with_gate(
-    product: KernelCall, call: KernelCall, readers: Counter[str], gated: Mapping[str, str] = GATED
+    product: KernelCall,
+    call: KernelCall,
+    readers: Counter[str],
+    gated: Mapping[str, str] = GATED,
+    paired: bool = False,
 ) -> KernelCall | None:
     """The product fused with its gate: `call` multiplies the product's activated first half with its second half.
 
@@ -33,9 +40,11 @@ def with_gate(
     Args:
         readers: Buffer → how many operands of calls and program outputs read it.
         gated: The products that can have a gate, each with its name with one.
+        paired: Whether the halves' columns may alternate, which the result's parameter `interleaved` says then, and
+            whether the gate may be a function of both halves, which is the result's activation.
     """
-    decl, out = elementwise_kernel(call), product.outputs[0]
-    activation = GATES.get(decl.op.name) if decl is not None else None
+    out, activation = product.outputs[0], _activation(call, paired)
+    interleaved = paired and len(call.inputs) == 2 and _reads_alternately(call, out)
     if (
         activation is None
         or product.kernel not in gated
@@ -44,7 +53,7 @@ def with_gate(
         or len(call.inputs) != 2
         or out.shape[1] % 2
         or readers[out.buffer] != len(call.inputs)
-        or not reads_halves(call, out)
+        or not (interleaved or reads_halves(call, out))
     ):
         return None
     half = out.shape[1] // 2
@@ -52,15 +61,39 @@ def with_gate(
     if result is None or result.dtype != out.dtype or result.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
+    params |= {"interleaved": interleaved} if paired else {}
     kernel = gated[product.kernel]
     return replace(call, kernel=kernel, inputs=product.inputs, outputs=(result,), params=params, flops=product.flops)
+
+
+def _activation(call: KernelCall, paired: bool) -> str | None:
+    """The activation of a call's first operand, which it multiplies with the second one; None for other calls.
+
+    Args:
+        paired: Whether a function of both operands is an activation too.
+    """
+    decl = elementwise_kernel(call)
+    if decl is not None and paired and decl.op.name in _PAIRED:
+        return activation_text(decl.op, call.params)
+    return None if decl is None else GATES.get(decl.op.name)
 
 
 def reads_halves(call: KernelCall, product: View) -> bool:
     """Whether the inputs of a call are the first and the second half of a product's columns."""
     half = product.shape[1] // 2
-    halves = [product.slice(1, first, first + half) for first in (0, half)]
-    return [view.reshape(halves[0].shape) if view.numel == halves[0].numel else None for view in call.inputs] == halves
+    return _reads(call, [product.slice(1, first, first + half) for first in (0, half)])
+
+
+def _reads_alternately(call: KernelCall, product: View) -> bool:
+    """Whether the inputs of a call are the columns of a product with even numbers, and those with odd ones."""
+    (rows, columns), (row, column) = product.shape, product.strides
+    even = replace(product, shape=(rows, columns // 2), strides=(row, 2 * column))
+    return _reads(call, [even, replace(even, offset=product.offset + column)])
+
+
+def _reads(call: KernelCall, wanted: list[View]) -> bool:
+    shape, count = wanted[0].shape, wanted[0].numel
+    return [view.reshape(shape) if view.numel == count else None for view in call.inputs] == wanted
 
 
 def template_operands(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from npu_compiler.program.elementwise import (
     ACTIVATION_OF,
@@ -30,7 +31,12 @@ def activation_of(call: KernelCall) -> str | None:
         return ACTIVATION_OF[op.name]
     if op.name == "copy" or op.functions or _DIVISIONS.search(op.expr):
         return None
-    return f"{op.name}({', '.join(f'{name}={float(call.params[name])!r}' for name in op.attrs)})"
+    return activation_text(op, call.params)
+
+
+def activation_text(op: Elementwise, params: Mapping[str, Any]) -> str:
+    """An element-wise op with the values of its attributes, as the name of an activation."""
+    return f"{op.name}({', '.join(f'{name}={float(params[name])!r}' for name in op.attrs)})"
 
 
 def op_of(activation: str) -> tuple[Elementwise, Mapping[str, float]]:

@@ -170,9 +170,10 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bo
         if param in params:
             op, attrs = op_of(params[param])
             named = "".join(f"const float {name} = {float_text(value)}; " for name, value in attrs.items())
-            text += (
-                f"__device__ __forceinline__ float {function}(float a) {{ {named}return {expression(op, rounds)}; }}\n"
-            )
+            operands = ", ".join(f"float {name}" for name, _ in zip("abc", op.operands, strict=False))
+            body = f"{{ {named}return {expression(op, rounds)}; }}"
+            text += f"__device__ __forceinline__ float {function}({operands}) {body}\n"
+            text += f"constexpr int {param}_operands = {len(op.operands)};\n"
     return text
 
 

@@ -17,6 +17,7 @@ from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
+from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
@@ -109,12 +110,26 @@ class Phases:
         return out
 
     def experts(
-        self, x: View, name: str, experts: int, choices: int, inner: int, factors_dtype: str | None = None
+        self,
+        x: View,
+        name: str,
+        experts: int,
+        choices: int,
+        inner: int,
+        factors_dtype: str | None = None,
+        gate: str = "silu_mul",
+        interleaved: bool = False,
+        biases: bool = False,
+        format: QuantizedFormat | None = None,
     ) -> View:
         """Appends a layer's experts for one row x [1, K], with the norm before and the residual x; returns [1, K].
 
         Args:
             factors_dtype: Dtype of the factors of the choice; None: that of x.
+            gate: The element-wise op of both halves of the first product.
+            interleaved: Whether the columns of these halves alternate.
+            biases: Whether the experts' matrices have biases.
+            format: Format of these matrices, where they are in few bits.
         """
         k, d = x.shape[1], self.data
         normal = self._normed(x, name)
@@ -127,28 +142,54 @@ class Phases:
         factors = self.operand(f"{name}.factors", 1, choices, kind="arena", dtype=factors_dtype)
         self.call("route", [ratings], [chosen, factors], before=True, after=False, divides=True)
         numbers = replace(chosen, shape=(choices,), strides=(1,))
-        up, down = (
-            self.operand(f"{name}.{part}", experts, *shape, kind="weight", values=self._matrix(experts, *shape))
-            for part, shape in (("up", (2 * inner, k)), ("down", (k, inner)))
-        )
+        shapes = {"up": (2 * inner, k), "down": (k, inner)}
+        weights, matrices = [], []
+        for part, (rows, width) in shapes.items():
+            drawn = self._matrix(experts * rows, width)
+            weight, dense, params = self._weight(f"{name}.{part}", drawn, format)
+            if format is None:
+                weight = [replace(weight[0], shape=(experts, rows, width), strides=(rows * width, width, 1))]
+            weights.append((weight, {**params, "e": experts, "k": width, "has_bias": int(biases)}))
+            matrices.append(dense.reshape(experts, rows, width))
+        bias = [
+            [self.operand(f"{name}.{part}.bias", experts, rows, kind="weight", values=self._small(experts, rows))]
+            if biases
+            else []
+            for part, (rows, _) in shapes.items()
+        ]
+        kernel = "quantized_expert_matmul_kernel" if format else "expert_matmul_kernel"
         both = self.operand(f"{name}.both", choices, 2 * inner, kind="arena")
         gated = self.operand(f"{name}.gated", choices, inner, kind="arena")
         apart = self.operand(f"{name}.apart", choices, k, kind="arena")
         out = self.operand(name, 1, k, kind="output", values=np.full((1, k), np.nan))
-        self.call("expert_matmul_kernel", [normal, up, numbers], [both], e=experts, k=k, has_bias=0)
         halves = [both.slice(1, 0, inner), both.slice(1, inner, 2 * inner)]
-        self.call("silu_mul_broadcast_kernel", halves, [gated], scalars=[None, None])
-        self.call("expert_matmul_kernel", [gated, down, numbers], [apart], e=experts, k=inner, has_bias=0)
+        if interleaved:
+            halves = [replace(both, shape=(choices, inner), strides=(2 * inner, 2), offset=first) for first in (0, 1)]
+        for (weight, params), own_bias, source, target in zip(
+            weights, bias, (normal, gated), (both, apart), strict=True
+        ):
+            self.call(kernel, [source, *weight, numbers, *own_bias], [target], **params)
+            if target is both:
+                attrs = ELEMENTWISE[gate].attrs
+                self.call(f"{gate}_broadcast_kernel", halves, [gated], scalars=[None, None], **attrs)
         self.call("weighted_sum", [apart, factors, x], [out])
 
         def twin(held: Mapping[str, Array]) -> Array:
             numbers, weights = twins.choose_experts(_of(ratings, held)[0], choices, True, False, True)
             weights = weights.astype(d[factors.buffer].dtype)
-            matrices = d[up.buffer], d[down.buffer]
-            return twins.expert_sum(_of(normal, held), *matrices, numbers, weights, _activate("silu"), _of(x, held))
+            up, down = matrices
+            own_biases = [d[view.buffer] for views in bias for view in views]
+            if interleaved:
+                up, own_biases[:1] = _apart(up), [_apart(each) for each in own_biases[:1]]
+            beside = (own_biases[0], own_biases[1]) if biases else None
+            normed, base = _of(normal, held), _of(x, held)
+            return twins.expert_sum(normed, up, down, numbers, weights, _GATES[gate], base, beside)
 
         self._expect(out, twin)
         return out
+
+    def _small(self, *shape: int) -> Array:
+        return 0.25 * self.rng.standard_normal(shape)
 
     def _matrix(self, *shape: int) -> Array:
         return self.rng.standard_normal(shape) / shape[-1] ** 0.5
@@ -381,6 +422,25 @@ class Phases:
 def _of(view: View, held: Mapping[str, Array]) -> Array:
     """Return what a whole buffer holds."""
     return held[view.buffer].reshape(view.shape)
+
+
+def _silu_mul(gate: Array, up: Array) -> Array:
+    result: Array = _activate("silu")(gate) * up
+    return result
+
+
+def _clamped_silu_mul(gate: Array, up: Array) -> Array:
+    gate, up = np.minimum(gate, np.float32(7.0)), np.clip(up, np.float32(-7.0), np.float32(7.0))
+    result: Array = (up + 1) * gate / (1 + np.exp(np.float32(-1.702) * gate))
+    return result
+
+
+_GATES = {"silu_mul": _silu_mul, "clamped_silu_mul": _clamped_silu_mul}
+
+
+def _apart(rows: Array) -> Array:
+    """The rows of experts, [E, N] or [E, N, K], with those of even numbers before the others."""
+    return np.concatenate([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 def _activate(name: str) -> Callable[[Array], Array]:

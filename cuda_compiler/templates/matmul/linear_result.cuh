@@ -1,4 +1,5 @@
-// What follows a product: act(sum + bias) + residual, or with a gate act(gate) · up.
+// What follows a product: act(sum + bias) + residual, or with a gate act(gate) · up; or a function of both, where the activation is
+// one of two operands.
 
 struct Addends {
     float bias = 0.0f;
@@ -21,12 +22,17 @@ struct Addends {
         }
     }
 
-    __device__ __forceinline__ Out::type result(float sum, float up) const {
-        float value = activate(sum + bias);
-        if (gated) {
-            value *= up + up_bias;
+    template <typename Sum>
+    __device__ __forceinline__ Out::type result(Sum sum, Sum up) const {
+        if constexpr (activation_operands == 2) {
+            return from<Out::type>(activate(sum + bias, up + up_bias) + residual);
+        } else {
+            float value = activate(sum + bias);
+            if (gated) {
+                value *= up + up_bias;
+            }
+            return from<Out::type>(value + residual);
         }
-        return from<Out::type>(value + residual);
     }
 };
 

@@ -41,7 +41,12 @@ struct ChosenExperts {
         return expert;
     }
 
-    // The factor of a choice: after a barrier of the block behind `publish`.
+    // The expert of a choice, and the factor of its result: after `wait`, or after a barrier of the block behind `publish`.
+    __device__ __forceinline__ int expert(int number) const {
+        int value;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(place + 8 + 8 * number) : "memory");
+        return value;
+    }
     __device__ __forceinline__ float factor(int number) const {
         float value;
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(place + 12 + 8 * number) : "memory");

@@ -16,6 +16,13 @@ constexpr int row_threads = row_warps * WARP;
 constexpr int held = (packs + row_threads - 1) / row_threads;  // packs of its row that a thread receives
 constexpr int line = 8;  // packs, 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
+constexpr bool side_by_side = row_experts > 1;  // the rows of chosen experts, one chunk each
+
+// Which row of a unit is that of a result, and which one is multiplied with it as its gate's partner.
+__device__ __forceinline__ constexpr int row_of_result(int index) { return interleaved ? 2 * index : index; }
+__device__ __forceinline__ constexpr int partner_of_result(int index) {
+    return interleaved ? 2 * index + 1 : own_rows + index;
+}
 
 // The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
 // first one, more than there are registers for.

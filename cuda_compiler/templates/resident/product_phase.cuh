@@ -39,6 +39,8 @@ struct Result {
           column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
 };
 
+constexpr bool of_experts = expert_units > 0 || side_by_side;
+
 PREFETCH {
     // All blocks read them, so one block's prefetch is enough.
     if (blockIdx.x == 0) {
@@ -48,7 +50,7 @@ PREFETCH {
         if constexpr (Base_gain::present) {
             prefetch_l2(base_gain, depth * sizeof(Base_gain::type));
         }
-        if constexpr (Bias::present) {
+        if constexpr (Bias::present && !of_experts) {
             prefetch_l2(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
         }
     }
@@ -85,26 +87,74 @@ __device__ __forceinline__ void choose_experts(const ChosenExperts &chosen, cons
 }
 #end
 
+#if CHOICES > 0
+// What is added to a result of experts: the biases of the expert that it belongs to, or the weighted sum of those of all chosen
+// ones.
+__device__ __forceinline__ Addends addends_of_experts(
+    const ChosenExperts &chosen, const Bias::type *biases, const Residual::type *residuals, const Result &own
+) {
+    Addends result;
+    if constexpr (Residual::present) {
+        result.residual = to_float(residuals[own.row * Residual::stride(0) + own.column * Residual::stride(1)]);
+    }
+    if constexpr (Bias::present && side_by_side) {
+#pragma unroll
+        for (int i = 0; i < row_experts; i++) {
+            const float bias = to_float(biases[chosen.expert(i) * int(param::n) + own.column]);
+            result.bias = fmaf(chosen.factor(i), bias, result.bias);
+        }
+    } else if constexpr (Bias::present) {
+        constexpr int matrix_rows = expert_units * own_rows;
+        const int number = own.column / matrix_rows;
+        const int first = chosen.expert(number) * matrix_rows * (gated ? 2 : 1);
+        const int column = own.column - number * matrix_rows;
+        result.bias = to_float(biases[first + (interleaved ? 2 * column : column)]);
+        result.up_bias = gated ? to_float(biases[first + (interleaved ? 2 * column + 1 : matrix_rows + column)]) : 0.0f;
+    }
+    return result;
+}
+#endif
+
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = this_thread() / WARP;
+#if CHOICES > 0
+    const ChosenExperts chosen(ring.choice_place());
+#endif
 #where choices
     grid.wait<rated_by_mailbox>();  // I11
-    const ChosenExperts chosen(ring.choice_place());
     if (warp == 0) {
         choose_experts(chosen, grid, ratings);  // I26
     }
 #elsewhere
     grid.wait<from_mailbox>();  // I11
 #end
+    const auto addends_of = [&](const Result &own) {
+#if CHOICES > 0
+        if constexpr (of_experts) {
+            return addends_of_experts(chosen, bias, residual, own);
+        }
+#endif
+        return Addends(bias, residual, own.row, own.column);
+    };
     const Result first_own(this_thread(), 0);
+    const bool has_own = first_own.turn < batch && first_own.column < int(param::n);
+    constexpr bool adds_chosen = Bias::present && expert_units > 0;
     Addends addends;  // read before the sums are complete, and even before x is there (I19)
-    if (first_own.turn < batch && first_own.column < int(param::n)) {
-        addends = Addends(bias, residual, first_own.row, first_own.column);
+    if (!adds_chosen && has_own) {
+        addends = addends_of(first_own);
     }
     const Input input{x, gain, base, base_gain, const_cast<Whole::type *>(whole)};
     stage_x(grid, scratch, input);
     const HeldColumns held_columns(grid, scratch, input);
+#where choices
+    if constexpr (adds_chosen) {
+        chosen.wait(grid.step);
+        if (has_own) {
+            addends = addends_of(first_own);
+        }
+    }
+#end
     if (is_long && threadIdx.x == 0) {
         ring.raise_limit();
     }
@@ -142,10 +192,10 @@ PHASE(product) {
         if (own.turn < batch && own.column < int(param::n)) {
             const float scale = scale_of_sums(scratch);
             const auto &sums = scratch.sums[buffer];
-            float sum = sum_of_warps([&](int other) { return sums[other][own.turn][own.index][own.row]; });
+            float sum = sum_of_warps([&](int other) { return sums[other][own.turn][row_of_result(own.index)][own.row]; });
             float up = 0.0f;
             if constexpr (gated) {
-                up = sum_of_warps([&](int other) { return sums[other][own.turn][own_rows + own.index][own.row]; });
+                up = sum_of_warps([&](int other) { return sums[other][own.turn][partner_of_result(own.index)][own.row]; });
             }
             if constexpr (scales_sums) {
                 sum *= scale;
@@ -159,13 +209,11 @@ PHASE(product) {
             }
 #endif
             if (start > 0) {
-                addends = Addends(bias, residual, own.row, own.column);
+                addends = addends_of(own);
             }
 #where choices
-            constexpr int expert_columns = int(param::n) / expert_choices;
-            const Out::type result = from<Out::type>(
-                to_float(addends.result(sum, up)) * chosen.factor(own.column / expert_columns)
-            );
+            const float factor = chosen.factor(own.column / (expert_units * own_rows));
+            const Out::type result = from<Out::type>(to_float(addends.result(sum, up)) * factor);
 #elsewhere
             const Out::type result = addends.result(sum, up);
 #end

@@ -18,14 +18,18 @@
 #include "common/quantized.cuh"
 
 constexpr int row_bytes = depth / codes_per_byte;
-constexpr int line_bytes = rows == 1 && row_bytes <= warps * 64 ? 64 : 128;
 constexpr int pieces = line_bytes / 64;  // of four spans, one for each lane of a group
 constexpr int line_spans = line_bytes / 16;
-constexpr int lines = (row_bytes + line_bytes - 1) / line_bytes;
-constexpr int turns = (lines + warps - 1) / warps;  // lines of a row that a warp takes
 constexpr int chunks = (row_bytes + chunk_bytes - 1) / chunk_bytes;
-constexpr int chunk_turns = chunks == 1 ? turns : chunk_bytes / line_bytes / warps;
-static_assert(chunks == 1 || chunk_bytes % (line_bytes * warps) == 0, "all warps take as many lines of a chunk");
+constexpr int chunk_lines = (smaller(chunk_bytes, row_bytes) + line_bytes - 1) / line_bytes;
+constexpr int chunk_turns = (chunk_lines + warps - 1) / warps;  // lines of a chunk that a warp takes
+// Each expert's row of x begins with a line of the first warp.
+constexpr int lines = side_by_side ? chunks * chunk_turns * warps : (row_bytes + line_bytes - 1) / line_bytes;
+constexpr int turns = (lines + warps - 1) / warps;
+static_assert(
+    chunks == 1 || side_by_side || chunk_bytes % (line_bytes * warps) == 0, "all warps take as many lines of a chunk"
+);
+constexpr int run_rows = interleaved ? unit_rows : own_rows;  // of the weight, with which a unit begins
 constexpr int tiles = (unit_rows + 15) / 16;
 constexpr int sum_rows = unit_rows;
 constexpr int groups = param::groups;
@@ -45,19 +49,32 @@ static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scra
 constexpr bool own_columns = rows == 1 && (!normed || IsBrain<Element>::value);
 constexpr bool scales_sums = own_columns && normed;
 constexpr int line_packs = line_spans * span_packs;
+constexpr int chunk_places = chunk_turns * warps * line_packs;
+constexpr int chunk_packs = packs / chunks;
+static_assert(!side_by_side || own_columns, "rows of experts are received by the warps that multiply them");
 
 // The packs of the lines that a warp takes, a lane's.
 struct OwnReceiver {
     static constexpr int row = 0;
     static constexpr int held = (turns * line_packs + WARP - 1) / WARP;
 
-    __device__ __forceinline__ int pack(int i) const {
+    // Where a pack is kept.
+    __device__ __forceinline__ int place(int i) const {
         const int thread = this_thread();
         const int number = i * WARP + thread % WARP;
         return (number / line_packs * warps + thread / WARP) * line_packs + number % line_packs;
     }
+    __device__ __forceinline__ int pack(int i) const {
+        const int own = place(i);
+        if constexpr (side_by_side) {
+            const int chunk = own / chunk_places;
+            const int inside = own - chunk * chunk_places;
+            return inside < chunk_packs ? chunk * chunk_packs + inside : packs;
+        }
+        return own;
+    }
     __device__ __forceinline__ bool takes(int i) const { return pack(i) < packs; }
-    __device__ __forceinline__ bool is_in_lines(int i) const { return pack(i) < lines * line_packs; }
+    __device__ __forceinline__ bool is_in_lines(int i) const { return place(i) < lines * line_packs; }
 };
 
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
@@ -71,7 +88,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Inpu
         receive_x<scales_sums>(grid, own, scratch.squares, input, values);
 #pragma unroll
         for (int i = 0; i < OwnReceiver::held; i++) {
-            const int at = own.pack(i);
+            const int at = own.place(i);
             const SpanPack<Element> made(values[i]);
             if (own.is_in_lines(i)) {  // the last line is read whole
                 made.store(scratch.x[0][at / span_packs], scratch.spans[0][at / span_packs], at % span_packs);
@@ -119,8 +136,12 @@ struct Lane {
         part = thread % 4;
     }
 
+    // Whether there is a line of a row, or of an expert's row.
     __device__ __forceinline__ bool takes(int turn) const {
         return turn < lines / warps || turn * warps + warp < lines;
+    }
+    __device__ __forceinline__ bool takes(int first_turn, int turn) const {
+        return side_by_side ? turn * warps + warp < chunk_lines : takes(first_turn + turn);
     }
 };
 
@@ -151,7 +172,7 @@ struct SomeTurns {
     __device__ __forceinline__ SomeTurns(const Scratch &scratch, const Lane &lane, int first) {
 #pragma unroll
         for (int turn = 0; turn < count; turn++) {
-            if (lane.takes(first + turn)) {
+            if (lane.takes(first, turn)) {
 #pragma unroll
                 for (int piece = 0; piece < pieces; piece++) {
                     of[turn][piece] = Columns(scratch, lane, 0, first + turn, piece);
@@ -177,7 +198,7 @@ struct ChunkColumns {
     int chunk;
 
     __device__ __forceinline__ bool takes(int turn) const {
-        return chunk * chunk_turns + turn < turns && lane.takes(chunk * chunk_turns + turn);
+        return chunk * chunk_turns + turn < turns && lane.takes(chunk * chunk_turns, turn);
     }
 
     __device__ __forceinline__ Columns operator()(int row, int turn, int piece) const {
@@ -195,15 +216,15 @@ struct SideRows {
     __device__ __forceinline__ static int place(int row, int unit, int chunk) {
         const int copy = row / side_rows;
         const int first = copy * side_rows;
-        const bool partner = gated && first >= own_rows;
+        const bool partner = first >= run_rows;
         constexpr bool partner_alike = !gated || param::n * side_row % 16 == 0;
         constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0 && partner_alike;
-        unsigned before = unit * own_rows * side_row + chunk * side_chunk;  // is the same for all lanes
-        if constexpr (side_rows != own_rows || !partner_alike) {
+        unsigned before = unit * run_rows * side_row + chunk * side_chunk;  // is the same for all lanes
+        if constexpr (side_rows != run_rows || !partner_alike) {
             before += (first + (partner ? int(param::n) - own_rows : 0)) * side_row;
         }
         const unsigned slack = aligned ? 0 : before % 16;
-        const int skipped = side_chunk == 0 && groups > 1 ? chunk * chunk_groups * (side_row / groups) : 0;
+        const int skipped = side_chunk == 0 && groups > 1 && !side_by_side ? chunk * chunk_groups * (side_row / groups) : 0;
         return side_place + copy * side_stride + slack + (row - first) * side_row + skipped;
     }
 };
@@ -265,6 +286,8 @@ struct Sums {
                     int place = ((turn * warps + lane.warp) * line_spans + piece * 4 + lane.part) * span / group;
                     if constexpr (groups == 1) {
                         place = 0;
+                    } else if constexpr (side_by_side) {
+                        place = smaller(place, chunk_groups - 1);
                     } else if constexpr (row_bytes % line_bytes != 0) {
                         place = smaller(place, groups - 1 - columns.chunk * chunk_groups);
                     }

@@ -47,9 +47,11 @@ struct LaneRows {
         end = first < stream.unit_rows ? stream.rows - own : 0;
     }
 
-    // Where the lane's rows of the unit that begins at `row` are, of what has `row_bytes` for each row.
-    __device__ __forceinline__ unsigned long long address(unsigned long long rows, int row, unsigned row_bytes) const {
-        return rows + (unsigned long long)(unsigned(begins + row)) * row_bytes;
+    // Where the lane's rows of the unit that begins at `row` are, of what has `row_bytes` for each row and begins with row `first`.
+    __device__ __forceinline__ unsigned long long address(
+        unsigned long long rows, unsigned first, int row, unsigned row_bytes
+    ) const {
+        return rows + (unsigned long long)(first + unsigned(begins + row)) * row_bytes;
     }
 
     // How many rows of the unit that begins at `row`.
@@ -215,23 +217,23 @@ struct Ring : Pipeline {
             const auto begin_chunk = [&] { own = first_own; };
             const auto end_unit = [&] { own.advance(gridDim.x); };
             const auto end_units = [&] { first_own.advance(stream.units_together * gridDim.x); };
-            // Where row 0 and chunk 0 of the weight that the current unit and a chunk belong to are, or would be.
-            const auto weight_of = [&](int chunk) {
-                const int number = stream.expert_units > 0 ? own.expert : stream.expert_bytes > 0 ? chunk : 0;
-                const unsigned long long expert = __shfl_sync(0xffffffffu, chosen, number);
-                const unsigned begin = stream.row_experts > 1 ? chunk * stream.chunk_bytes : 0;
-                return whole + expert * stream.expert_bytes - begin;
+            // The first row of the matrix that the current unit and a chunk belong to.
+            const auto first_row = [&](int chunk) {
+                const int number = stream.expert_units > 0 ? own.expert : stream.expert_rows > 0 ? chunk : 0;
+                return unsigned(__shfl_sync(0xffffffffu, chosen, number)) * stream.expert_rows;
             };
             const auto row_of = [&](int) { return own.unit * stream.own_rows; };
             const auto row_end = [&] { return stream.row_bytes * stream.row_experts; };
-            const auto is_whole = [&] { return stream.expert_bytes == 0; };
+            const auto place_in_row = [&](unsigned begin) { return stream.row_experts > 1 ? 0 : begin; };
+            const auto is_whole = [&] { return stream.expert_rows == 0; };
 #else
             const auto begin_chunk = [] {};
             const auto end_unit = [] {};
             const auto end_units = [] {};
-            const auto weight_of = [&](int) { return whole; };
+            const auto first_row = [](int) { return 0u; };
             const auto row_of = [&](int unit) { return unit * stream.own_rows; };
             const auto row_end = [&] { return stream.row_bytes; };
+            const auto place_in_row = [](unsigned begin) { return begin; };
             const auto is_whole = [] { return true; };
 #endif
             const LaneRows codes(stream, stream.copied_rows);
@@ -247,7 +249,7 @@ struct Ring : Pipeline {
                 const int end = smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x));
                 if (stream.units_together == 2 && is_whole() && ahead < end) {
                     const int row = ahead * stream.own_rows;
-                    prefetch(codes.address(whole, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
+                    prefetch(codes.address(whole, 0, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
                     ahead += gridDim.x;
                     __nanosleep(AHEAD_NS);
                 }
@@ -258,9 +260,10 @@ struct Ring : Pipeline {
                     begin_chunk();
                     for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = row_of(unit);
+                        const unsigned first_own_row = first_row(chunk);
                         begin_fetch(stream, in_flight, prefetch_ahead);
                         unsigned bytes = copy(
-                            codes.address(weight_of(chunk), row, stream.row_bytes) + begin,
+                            codes.address(whole, first_own_row, row, stream.row_bytes) + place_in_row(begin),
                             lane * stream.copied_rows * stream.chunk_bytes,
                             codes.count(row) * min(row_end() - begin, stream.chunk_bytes)
                         );
@@ -268,7 +271,8 @@ struct Ring : Pipeline {
                         for (int i = 0; i < SIDES; i++) {
                             const Side &side = stream.sides[i];
                             const unsigned long long rows = (unsigned long long)(operands.at[steps[step].sides[i]]);
-                            bytes += copy(side, sides.address(rows, row, side.row_bytes), chunk, sides.count(row));
+                            const unsigned long long source = sides.address(rows, first_own_row, row, side.row_bytes);
+                            bytes += copy(side, source, chunk, sides.count(row));
                         }
                         end_fetch(bytes);
                         end_unit();

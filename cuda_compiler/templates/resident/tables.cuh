@@ -30,7 +30,7 @@ struct Stream {
     int in_flight;  // slots that may be on their way at a time
     int most_in_flight;  // while the limit is raised
     Side sides[2];
-    unsigned expert_bytes;  // from an expert's matrix to the next; 0 where the weight has no experts
+    unsigned expert_rows;  // from an expert's first row to the next one's; 0 where the weight has no experts
     int expert_units;  // that each chosen expert has; 0 where units are not divided among experts
     int row_experts;  // chosen experts whose rows, one chunk each, make a row; else 1
 };
