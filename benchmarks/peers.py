@@ -250,15 +250,18 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: bool = False) -> Callable[..., Tensor]:
+def compiled(
+    module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: bool = False, descent: bool = True
+) -> Callable[..., Tensor]:
     """Return the module compiled by `torch.compile`, tuned for static shapes; it has been called once.
 
     Args:
         mode: Mode of `torch.compile`.
         freezing: Treat the weights as constants, which folds BatchNorms into convolutions and keeps a copy of them.
+        descent: Tune the sizes of its kernels' blocks by coordinate descent, which takes most of the time.
     """
     function: Callable[..., Tensor] = torch.compile(module, mode=mode, dynamic=False)
-    with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
+    with torch._inductor.config.patch(coordinate_descent_tuning=descent, freezing=freezing):
         function(*inputs)
     return function
 

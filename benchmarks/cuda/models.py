@@ -105,12 +105,20 @@ class Ours:
 
 @torch.no_grad()
 def measure(
-    name: str, batch: int, peers: tuple[str, ...], with_account: bool, rounds: int, folder: Path, others: int
+    name: str,
+    batch: int,
+    peers: tuple[str, ...],
+    descent: bool,
+    with_account: bool,
+    rounds: int,
+    folder: Path,
+    others: int,
 ) -> str:
     """Time one model at one batch size; return a row as text: milliseconds, errors, and our time by kernel.
 
     Args:
         peers: Modes of `torch.compile`.
+        descent: Whether it tunes by coordinate descent.
         with_account: Whether to list our time by kernel.
         folder, others: As for `alone`.
     """
@@ -132,7 +140,7 @@ def measure(
     problems = dict[str, str]()
     for mode in peers:
         try:
-            calls[mode] = compiled(peer, halves, mode, freezing=True)
+            calls[mode] = compiled(peer, halves, mode, freezing=True, descent=descent)
         except Exception as error:  # our own time is worth having beside eager PyTorch's
             problems[mode] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     with alone(folder, others):
@@ -174,6 +182,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="models to draw (default: %(default)s)")
     parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
     parser.add_argument("--peers", default="", help=f"modes of torch.compile, of {', '.join(PEERS)} (default: none)")
+    parser.add_argument("--no-descent", action="store_true", help="compile peers without tuning by coordinate descent")
     parser.add_argument("--accounts", action="store_true", help="list our kernels by time")
     parser.add_argument("--processes", type=int, default=12, help="rows to prepare at a time (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timing rounds (default: %(default)s)")
@@ -194,7 +203,7 @@ def main() -> int:
     ):
         ready = Path(parent, "ready")
         ready.mkdir()
-        settings = (peers, arguments.accounts, arguments.rounds, ready, processes)
+        settings = (peers, not arguments.no_descent, arguments.accounts, arguments.rounds, ready, processes)
         futures = [pool.submit(_guarded, *row, *settings) for row in rows]
         for future in as_completed(futures):
             text = future.result()

@@ -21,7 +21,7 @@ GATED_EXPERTS = {
     "expert_matmul_kernel": "gated_expert_matmul",
     "quantized_expert_matmul_kernel": "quantized_gated_expert_matmul",
 }
-# Element-wise ops of two operands that are functions of both halves of a product, not the product of one with the other.
+# Element-wise ops of two operands that are functions of both halves of a product, no product of the two.
 _PAIRED = ("clamped_silu_mul",)
 
 

@@ -140,6 +140,8 @@ _NEAR = {
     "sigmoid": "near_sigmoid(a)",
     "silu": "a * near_sigmoid(a)",
     "silu_mul": "a * near_sigmoid(a) * b",
+    "clamped_silu_mul": "(a > limit ? limit : a) * near_sigmoid(alpha * (a > limit ? limit : a))"
+    " * ((b < -limit ? -limit : b > limit ? limit : b) + 1)",
     "gelu_erf": "near_gelu(a)",
     "gelu_mul": "near_gelu(a) * b",
     "gelu_tanh": "near_gelu_tanh(a)",

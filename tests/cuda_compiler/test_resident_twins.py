@@ -288,7 +288,7 @@ def biased_experts(dtype: str, seed: int, rows: int) -> Phases:
     """Experts with biases and halves that alternate, and experts of which only one of both is so."""
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.product(phases.operand("x", 1, 192), "first", 320)
-    h = phases.experts(h, "both", experts=32, choices=4, inner=192, biases=True, interleaved=True)
+    h = phases.experts(h, "both", 32, 4, 192, gate="clamped_silu_mul", biases=True, interleaved=True)
     h = phases.experts(h, "biased", experts=48, choices=3, inner=128, biases=True)
     h = phases.experts(h, "interleaved", experts=16, choices=2, inner=64, interleaved=True)
     phases.product(h, "last", 700, normed=True)
@@ -327,7 +327,8 @@ def experts_in_few_bits(dtype: str, seed: int, rows: int, format: QuantizedForma
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.product(phases.operand("x", 1, 192), "first", 320)
     h = phases.experts(h, "plain", experts=48, choices=4, inner=192, format=format)
-    h = phases.experts(h, "biased", experts=32, choices=3, inner=448, format=format, biases=True, interleaved=True)
+    gate = "clamped_silu_mul"
+    h = phases.experts(h, "biased", 32, 3, 448, gate=gate, biases=True, interleaved=True, format=format)
     h = phases.experts(h, "wide", experts=16, choices=2, inner=1344, format=format, interleaved=True)
     phases.product(h, "last", 700, normed=True)
     return phases
