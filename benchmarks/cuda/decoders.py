@@ -1,16 +1,16 @@
-"""Decode of mixtures of experts and of models with windows on a GPU, against the bytes that a step must read.
+"""Decode of mixtures of experts, of models with windows and of others on a GPU, against the bytes a step must read.
 
-    python -m benchmarks.cuda.decoders [--models qwen3-moe gpt-oss mistral gemma3] [--layers 8] [--sequences 1 32]
+    python -m benchmarks.cuda.decoders [--models qwen3-moe gpt-oss …] [--layers 8] [--sequences 1 32]
     python -m benchmarks.cuda.decoders --products
 
-The configurations are those of Qwen3-30B-A3B, gpt-oss-20B (experts in MXFP4), Mistral-7B and Gemma-3-4B, with seeded
-weights that are made on the GPU. `--layers` takes the first layers only, with their true sizes; the floor is then that
-of these layers and of the output layer. The floor is the time in which the GPU reads what a step must read: all weights
-but the embedding table and the experts that no token chooses (on average, where there are several sequences), MXFP4 in
-4.25 bits, and of keys and values those within a layer's window. One sequence has a contiguous cache, several have a
-paged one and are compared with PyTorch, whose layers `torch.compile` compiles and whose step is one CUDA graph.
-`--products` times the products by experts alone, by the format of the weights: gpt-oss-20B's 32 experts, each for one
-row, which are more than the GPU's cache holds.
+The configurations are those of Qwen3-30B-A3B, gpt-oss-20B (experts in MXFP4), Mistral-7B, Gemma-3-4B, Qwen3-4B and
+Llama-3.2-3B, with seeded weights that are made on the GPU. `--layers` takes the first layers only, with their true
+sizes; the floor is then that of these layers and of the output layer. The floor is the time in which the GPU reads what
+a step must read: all weights but the embedding table and the experts that no token chooses (on average, where there are
+several sequences), MXFP4 in 4.25 bits, and of keys and values those within a layer's window. One sequence has a
+contiguous cache, several have a paged one and are compared with PyTorch, whose layers `torch.compile` compiles and
+whose step is one CUDA graph. `--products` times the products by experts alone, by the format of the weights:
+gpt-oss-20B's 32 experts, each for one row, which are more than the GPU's cache holds.
 """
 
 from __future__ import annotations
@@ -132,11 +132,48 @@ def gemma3(layers: int) -> Any:
     )
 
 
+def qwen3(layers: int) -> Any:
+    """Return the configuration of Qwen3-4B."""
+    from transformers import Qwen3Config
+
+    fields: dict[str, Any] = {"head_dim": 128, "rope_parameters": _ROPE, "dtype": "bfloat16"}
+    return Qwen3Config(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=151936,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        **fields,
+    )
+
+
+def llama3(layers: int) -> Any:
+    """Return the configuration of Llama-3.2-3B, without the scaling of its rotary embedding."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
 DECODERS = {
     "qwen3-moe": Decoder(qwen3_moe, 48, 2048),
     "gpt-oss": Decoder(gpt_oss, 24, 2048, in_few_bits=True),
     "mistral": Decoder(mistral, 32, 16384),
     "gemma3": Decoder(gemma3, 34, 16384),
+    "qwen3": Decoder(qwen3, 36, 2048),
+    "llama3": Decoder(llama3, 28, 2048),
 }
 
 
