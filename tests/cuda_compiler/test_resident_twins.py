@@ -363,7 +363,8 @@ needs_gpu = pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 @pytest.mark.parametrize("kind", drawn(PHASES, 1 / 4))
 def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: int, seed: int) -> None:
     phases = PHASES[kind]("bfloat16", seed, rows)
-    phases.check(run_reference(phases), TOLERANCE["bfloat16"])
+    # The calls round what each expert computes.
+    phases.check(run_reference(phases), (2 if "experts" in kind else 1) * TOLERANCE["bfloat16"])
     call, make = resident(phases)
     text = make.sources[call.source]
     # Experts are chosen by ratings from the mailbox, which takes them 16 at a time.

@@ -7,6 +7,14 @@ constexpr bool has_table = is_float4 || param::codes == param::CodesKind::iq4_nl
 constexpr bool in_nibbles = is_int4 || has_table;
 static_assert(in_nibbles || is_int8 || param::codes == param::CodesKind::float8_e4m3_);
 
+// The int8 numbers that the four codes of float4 in the low half of a word choose, one in each byte, but 0 for negative ones: the highest
+// bit of a selector repeats the sign of the byte, which is 0 for all magnitudes.
+__device__ __forceinline__ unsigned positive_bytes(unsigned codes) {
+    unsigned result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(0x03020100u), "r"(0x0c080604u), "r"(codes));
+    return result;
+}
+
 // The int8 numbers that the four codes in the low half of a word choose, one in each byte.
 __device__ __forceinline__ unsigned table_bytes(unsigned codes) {
     // Of codes 0 to 7 and of codes 8 to 15, first bytes last.

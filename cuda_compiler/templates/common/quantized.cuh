@@ -119,22 +119,29 @@ __device__ __forceinline__ void load_plane(
     }
 }
 
-// 16 bytes of codes of two rows as operands of the products that they take.
+// 16 bytes of codes of two rows as operands of the products that they take. Codes of float4 are two operands, the positive numbers and
+// the magnitudes of negative ones: these are one instruction each for four codes, and tensor cores have time for twice as many products.
 struct Operand {
     static constexpr int products = is_int8 ? 2 : 4;
-    unsigned of[products][4];
+    static constexpr int signs = is_float4 ? 2 : 1;
+    unsigned of[signs][products][4];
 
     __device__ __forceinline__ Operand(const Words &top, const Words &bottom) {
 #pragma unroll
         for (int i = 0; i < products; i++) {
             if constexpr (is_int8) {
-                of[i][0] = top.at[2 * i];
-                of[i][1] = bottom.at[2 * i];
-                of[i][2] = top.at[2 * i + 1];
-                of[i][3] = bottom.at[2 * i + 1];
+                of[0][i][0] = top.at[2 * i];
+                of[0][i][1] = bottom.at[2 * i];
+                of[0][i][2] = top.at[2 * i + 1];
+                of[0][i][3] = bottom.at[2 * i + 1];
             } else {
-                take_apart(top.at[i], of[i][0], of[i][2]);
-                take_apart(bottom.at[i], of[i][1], of[i][3]);
+#pragma unroll
+                for (int sign = 0; sign < signs; sign++) {
+                    // The sign of a code becomes that of the number that is wanted.
+                    const unsigned turned = sign == 0 ? 0 : 0x88888888u;
+                    take_apart(top.at[i] ^ turned, of[sign][i][0], of[sign][i][2]);
+                    take_apart(bottom.at[i] ^ turned, of[sign][i][1], of[sign][i][3]);
+                }
             }
         }
     }
@@ -144,6 +151,9 @@ struct Operand {
         if constexpr (is_int4) {
             even = word & 0x0f0f0f0fu;
             odd = word >> 4 & 0x0f0f0f0fu;
+        } else if constexpr (is_float4) {
+            even = positive_bytes(word);
+            odd = positive_bytes(word >> 16);
         } else if constexpr (has_table) {
             even = table_bytes(word);
             odd = table_bytes(word >> 16);
@@ -187,11 +197,11 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4
 
 // The sums of a lane's span with two rows, in two planes each.
 struct SpanSums {
-    Either<integers, int, float>::type of[4] = {};
+    Either<integers, int, float>::type of[Operand::signs][4] = {};
 
     __device__ __forceinline__ SpanSums(const SpanScale &own) {
         if constexpr (integers && symmetric_zero != 0) {
-            of[1] = of[3] = own.sum;
+            of[0][1] = of[0][3] = own.sum;
         }
     }
 
@@ -202,7 +212,10 @@ struct SpanSums {
 #pragma unroll
         for (int i = 0; i < products; i++) {
             const int at = part * products + i;
-            multiply(of, operand.of[at], x[2 * at], x[2 * at + 1]);
+#pragma unroll
+            for (int sign = 0; sign < Operand::signs; sign++) {
+                multiply(of[sign], operand.of[sign][at], x[2 * at], x[2 * at + 1]);
+            }
         }
     }
 
@@ -211,9 +224,12 @@ struct SpanSums {
         int half, const SpanScale &own, float scale, OffsetValue offset, float before
     ) const {
         if constexpr (!integers) {
-            return fmaf(of[2 * half], scale, before);
+            return fmaf(of[0][2 * half], scale, before);
         } else {
-            int sum = 256 * of[2 * half] + of[2 * half + 1];
+            int sum = 256 * of[0][2 * half] + of[0][2 * half + 1];
+            if constexpr (Operand::signs == 2) {
+                sum -= 256 * of[1][2 * half] + of[1][2 * half + 1];
+            }
             if constexpr (has_zero_point) {
                 sum -= offset * own.sum;
             }

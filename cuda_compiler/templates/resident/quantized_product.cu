@@ -141,7 +141,10 @@ struct Lane {
         return turn < lines / warps || turn * warps + warp < lines;
     }
     __device__ __forceinline__ bool takes(int first_turn, int turn) const {
-        return side_by_side ? turn * warps + warp < chunk_lines : takes(first_turn + turn);
+        if constexpr (side_by_side) {
+            return turn < chunk_lines / warps || turn * warps + warp < chunk_lines;
+        }
+        return takes(first_turn + turn);
     }
 };
 
