@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from traces import traced
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
@@ -71,6 +79,8 @@ CONFIGS = {
     "qwen3 with experts": config(
         Qwen3MoeConfig, num_experts=48, num_experts_per_tok=4, moe_intermediate_size=192, norm_topk_prob=True
     ),
+    # Sinks, windows, and experts with biases whose gates alternate with what they gate.
+    "gpt-oss": config(GptOssConfig, intermediate_size=192, num_local_experts=32, num_experts_per_tok=4),
 }
 
 
