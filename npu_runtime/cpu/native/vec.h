@@ -215,12 +215,26 @@ NPU_INLINE Vec widen(HalfBits bits, f16) {
 #endif
 }
 
-#if defined(NPU_AVX512)
-// Whether there are subnormals, which the conversions to bfloat16 would flush to zero.
-NPU_INLINE bool any_subnormal(Vec v) {
-  constexpr int kSubnormal = 0x20;
-  return __builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, false);
+// Whether conversions to T flush subnormals to zero, unless they are told apart.
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+template <class T>
+inline constexpr bool kFlushes = std::is_same_v<T, bf16>;
+NPU_INLINE __mmask16 subnormal_lanes(Vec v) { return _mm512_fpclass_ps_mask(v, 0x20); }
+NPU_INLINE bool any_subnormal(Vec v) { return __builtin_expect(subnormal_lanes(v) != 0, false); }
+template <int kRows, int kVecs>
+NPU_INLINE bool any_subnormal(const Vec (&rows)[kRows][kVecs]) {
+  __mmask16 lanes = 0;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) lanes = _kor_mask16(lanes, subnormal_lanes(rows[r][v]));
+  return __builtin_expect(lanes != 0, false);
 }
+#else
+template <class T>
+inline constexpr bool kFlushes = false;
+template <int kRows, int kVecs>
+bool any_subnormal(const Vec (&rows)[kRows][kVecs]);
 #endif
 // Rounds to nearest even.
 NPU_INLINE HalfBits narrow(Vec v, bf16) {
@@ -271,12 +285,12 @@ NPU_INLINE void store(T* p, Vec v) {
   std::memcpy(p, &bits, sizeof(bits));
 }
 
-// Two vectors, `distance` elements apart: kLanes, unless they are floats.
-template <class T>
+// Two vectors, `distance` elements apart: kLanes, unless they are floats. kNormal: no element is subnormal.
+template <bool kNormal = false, class T>
 NPU_INLINE void store_both(T* p, int64_t distance, Vec first, Vec second) {
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
-    if (!any_subnormal(first) && !any_subnormal(second)) {
+    if (kNormal || (!any_subnormal(first) && !any_subnormal(second))) {
       const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
       return void(std::memcpy(p, &both, sizeof(both)));
     }
@@ -341,17 +355,17 @@ NPU_INLINE void for_overlapping(int64_t count, const F& body) {
 // Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
 // kHasPairs.
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
-inline constexpr bool kHasPairs = true;
+inline constexpr bool kHasPairs = true, kPairsFlush = true;  // sums that are subnormal become zero
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return in_register(_mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-inline constexpr bool kHasPairs = true;
+inline constexpr bool kHasPairs = true, kPairsFlush = false;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
   return vbfdotq_f32(sum, bit_cast<bfloat16x8_t>(a), bit_cast<bfloat16x8_t>(b));
 }
 #else
-inline constexpr bool kHasPairs = false;
+inline constexpr bool kHasPairs = false, kPairsFlush = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
 

@@ -79,12 +79,7 @@ void multiply_lines(const ChannelsLastArgs& a, int64_t count, int64_t pitch, con
         }
       }
     }
-  const Vec low = splat(range.low), high = splat(range.high);
-#pragma GCC unroll 14
-  for (int p = 0; p < kTogether; ++p) {
-    if (results.columns >= kPanel) put_row<true>(results, p, sum[p], low, high);
-    else put_row<false>(results, p, sum[p], low, high);
-  }
+  finish_sums<kPairs && kPairsFlush>(sum, results, range);
 }
 
 template <class T>

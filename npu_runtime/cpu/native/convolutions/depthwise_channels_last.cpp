@@ -66,12 +66,7 @@ NPU_INLINE void multiply_taps(const ChannelsLastArgs& a, const Columns<T>& colum
       }
     }
   }
-  const Vec low = splat(range.low), high = splat(range.high);
-#pragma GCC unroll 7
-  for (int p = 0; p < kTogether; ++p) {
-    if (count >= kVectors * kLanes) put_row<true>(results, p, sum[p], low, high);
-    else put_row<false>(results, p, sum[p], low, high);
-  }
+  finish_sums<false>(sum, results, range);
 }
 
 // One row of the result. `pointers` has room for those of Columns.

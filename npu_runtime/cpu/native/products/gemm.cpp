@@ -5,9 +5,12 @@ namespace npu {
 namespace {
 
 // Packed rows of x are interleaved, others `row_stride` values apart. Each of `count` parts has `steps` steps.
+//
+// A product of few steps takes hardly longer than what comes before and after it. So its addresses fit into the general
+// registers: what is kept in others waits there until the multiply-adds of the product before are done.
 template <class W, class Out, bool kPacked, int kColumns, int kRows>
 void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride, const W* w, int64_t steps,
-                   Results<Out> results, const Range& range) {
+                   const Results<Out>& results, const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
   constexpr int kVecs = divide_up(kColumns, kLanes), kWhole = kColumns / kLanes;
@@ -20,34 +23,39 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     Vec whole[kVecs];  // of which the last is left out where `half` stands for it
     HalfVec half;
   } sum[kChains][kRows] = {};
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
+  const float* row_start = range.start;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, row_start += range.row_stride)
 #pragma GCC unroll 2
     for (int v = 0; v < kVecs; ++v) {
-      const Vec start = load(range.start + r * range.row_stride + v * range.vec_stride);
+      const Vec start = load(row_start + v * range.vec_stride);
       if (v < kWhole) sum[0][r].whole[v] = start;
       else sum[0][r].half = first_half(start);
     }
-  const typename S::X* x;
+  constexpr int kApart = kPacked ? kRows : 4, kPlaces = divide_up(kRows, kApart);
+  const typename S::X* x[kPlaces];  // each kApart'th row
   const auto step = [&](RowSums(&part)[kRows]) __attribute__((always_inline)) {
     Vec panel[kVecs];
     HalfVec half_panel;
 #pragma GCC unroll 2
     for (int v = 0; v < kWhole; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
     if constexpr (kEndsInHalf) half_panel = load_bits<HalfVec>(w + kWhole * kLanes * S::kWidth);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec value = S::broadcast(x + r * row_stride);
+      const Vec value = S::broadcast(x[r / kApart] + r % kApart * row_stride);
 #pragma GCC unroll 2
       for (int v = 0; v < kWhole; ++v) part[r].whole[v] = S::multiply_add(part[r].whole[v], value, panel[v]);
       if constexpr (kEndsInHalf) part[r].half = S::multiply_add(part[r].half, first_half(value), half_panel);
     }
     if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(w);  // few rows are a stream from memory
-    w += kPanel * S::kWidth;
-    x += kStepOffset;
+    w = not_known(w + kPanel * S::kWidth);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPlaces; ++i) x[i] = not_known(x[i] + kStepOffset);
   };
-  for (const auto* const* end = parts + count; parts != end; ++parts) {
-    x = *parts;
+  for (; count; --count, ++parts) {
+    x[0] = *parts;
+#pragma GCC unroll 4
+    for (int i = 1; i < kPlaces; ++i) x[i] = not_known(x[i - 1]) + kApart * row_stride;
     int64_t s = 0;
     for (; s + kChains <= steps; s += kChains) {
 #pragma GCC unroll 4
@@ -55,27 +63,26 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     }
     for (; s < steps; ++s) step(sum[0]);
   }
-  const Vec low = splat(range.low), high = splat(range.high);
-  const auto put = [&]<bool kAll>(std::bool_constant<kAll>) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      RowSums& row = sum[0][r];
+  asm volatile("" ::: "memory");  // from here on, `results` and `range` are read
+  Vec sums[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    RowSums& row = sum[0][r];
 #pragma GCC unroll 4
-      for (int c = 1; c < kChains; ++c) {
+    for (int c = 1; c < kChains; ++c) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kWhole; ++v) row.whole[v] += sum[c][r].whole[v];
-        if constexpr (kEndsInHalf) row.half += sum[c][r].half;
-      }
-      if constexpr (kEndsInHalf) row.whole[kWhole] = followed_by_zeros(row.half);
-      put_row<kAll>(results, r, row.whole, low, high);
+      for (int v = 0; v < kWhole; ++v) row.whole[v] += sum[c][r].whole[v];
+      if constexpr (kEndsInHalf) row.half += sum[c][r].half;
     }
-  };
-  if (results.columns >= kVecs * kLanes) put(std::true_type());
-  else put(std::false_type());
+    if constexpr (kEndsInHalf) row.whole[kWhole] = followed_by_zeros(row.half);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = row.whole[v];
+  }
+  finish_sums<kPairsFlush && S::kWidth == 2 && kChains == 1>(sums, results, range);
 }
 
 template <class W, class Out>
-using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, Results<Out>,
+using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, const Results<Out>&,
                           const Range&);
 
 // By columns, in units of kColumnStep, and by rows.

@@ -65,21 +65,6 @@ struct Results {
 };
 using Sums = Results<float>;
 
-// Puts the vectors of a row's sums where they go, within limits. kWhole: all columns of these vectors are written.
-template <bool kWhole, int kVecs, class T>
-NPU_INLINE void put_row(const Results<T>& results, int64_t row, Vec (&sums)[kVecs], Vec low, Vec high) {
-  T* to = results.data + row * results.row_stride;
-#pragma GCC unroll 2
-  for (int v = 0; v < kVecs; ++v) {
-    const int64_t count = kWhole ? kLanes : results.columns - v * kLanes;
-    if (!kWhole && count <= 0) break;
-    if (results.added) sums[v] += load_n(results.added + row * results.added_row_stride + v * kLanes, count);
-    sums[v] = min(high, max(low, sums[v]));  // NaN passes
-    if (!kWhole || kVecs == 1) store_n(to + v * results.vec_stride, sums[v], count);
-  }
-  if constexpr (kWhole && kVecs == 2) store_both(to, results.vec_stride, sums[0], sums[1]);
-}
-
 // What sums begin with, strided as they are, and the limits that they are brought within at the end.
 inline constexpr float kZeros[kPanel] = {};
 struct Range {
@@ -87,6 +72,67 @@ struct Range {
   int64_t row_stride = 0, vec_stride = 0;
   float low = -kInfinity, high = kInfinity;
 };
+
+// Adds to the sums of some rows what is added to the results. kWhole: all columns of these vectors are results.
+template <bool kWhole, int kRows, int kVecs, class T>
+NPU_INLINE void add_results(Vec (&sums)[kRows][kVecs], const Results<T>& results) {
+  const T* added = results.added;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, added += results.added_row_stride)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t count = kWhole ? kLanes : results.columns - v * kLanes;
+      if (count > 0) sums[r][v] += load_n(added + v * kLanes, count);
+    }
+}
+
+// Puts the sums of some rows where they go. kWhole: all columns of these vectors are results, and none would be flushed.
+template <bool kWhole, int kRows, int kVecs, class T>
+NPU_INLINE void put(Vec (&sums)[kRows][kVecs], const Results<T>& results) {
+  T* to = results.data;
+  const int64_t row_stride = results.row_stride, vec_stride = results.vec_stride, columns = results.columns;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, to += row_stride) {
+    if constexpr (kWhole && kVecs == 2) {
+      store_both<true>(to, vec_stride, sums[r][0], sums[r][1]);
+      continue;
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t count = kWhole ? kLanes : columns - v * kLanes;
+      if (count > 0) store_n(to + v * vec_stride, sums[r][v], count);
+    }
+  }
+}
+
+// Puts the sums of some rows where they go, within limits, with what is added to them. kFlushed: none is subnormal.
+template <bool kFlushed, int kRows, int kVecs, class T>
+NPU_INLINE void finish_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results, const Range& range) {
+  const auto for_sums = [&](const auto& change) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = change(sums[r][v]);
+  };
+  const bool whole = results.columns >= kVecs * kLanes;
+  if (results.added) whole ? add_results<true>(sums, results) : add_results<false>(sums, results);
+  if (range.low > -kInfinity) {
+    const Vec low = splat(range.low);
+    for_sums([&](Vec v) __attribute__((always_inline)) { return max(low, v); });  // NaN passes
+  }
+  if (range.high < kInfinity) {
+    const Vec high = splat(range.high);
+    for_sums([&](Vec v) __attribute__((always_inline)) { return min(high, v); });
+  }
+  if (!whole) return put<false>(sums, results);
+  if constexpr (kFlushes<T>) {
+    if ((!kFlushed || results.added) && any_subnormal(sums)) {
+      for_sums([&](Vec v) __attribute__((always_inline)) { return in_register(v); });  // or g++ keeps all tests' results
+      return put<false>(sums, results);
+    }
+  }
+  put<true>(sums, results);
+}
 
 // Sums that add to what is there.
 inline Range onto(const Sums& sums) { return {sums.data, sums.row_stride, sums.vec_stride}; }

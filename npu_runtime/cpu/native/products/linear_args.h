@@ -46,8 +46,7 @@ struct DirectResult {
         residual_stride(a.residual.stride[2]) {
     const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
     if ((a.activation != Activation::none && !limits) || a.row_scales || a.out.dtype != dtype_of<T>) return;
-    // Rounded sums with a residual are finished no faster from registers.
-    if (residual && (!std::is_same_v<T, float> || a.residual.dtype != Dtype::f32 || (limits && !a.residual_first))) return;
+    if (residual && (a.residual.dtype != dtype_of<T> || (limits && !a.residual_first))) return;
     out = reinterpret_cast<T*>(a.out.data);
     if (limits) low = 0.0f;
     if (a.activation == Activation::relu6) high = 6.0f;
