@@ -53,7 +53,7 @@ class MeasuredPrices(Prices):
 
         total = max(0.0, shortest(run) - self.link.launch)
         executor.run(inputs, loaded, profiler)
-        times = [call.seconds for call in profiler.calls]
+        times = profiler.seconds_per_call(program.kernels)
         spent = sum(times) or 1.0
         return [total * seconds / spent for seconds in times]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.timeline import Timeline
 from npu_runtime.profile_trace import CallTime, Span, timeline_of
 
@@ -58,6 +59,19 @@ class Profiler:
         """Add a kernel call to `calls`, and to the kernel's totals."""
         self.add_kernel(timed.call.kernel, timed.seconds)
         self.calls.append(timed)
+
+    def seconds_per_call(self, calls: Sequence[KernelCall]) -> list[float]:
+        """Return the seconds of each of a program's calls, of which a device may run some in pieces."""
+        places: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, call in enumerate(calls):
+            places[call.kernel, call.node].append(index)
+        seconds, counts = [0.0] * len(calls), Counter[tuple[str, str]]()
+        for timed in self.calls:
+            key = timed.call.kernel, timed.call.node
+            if key in places:
+                seconds[places[key][counts[key] % len(places[key])]] += timed.seconds
+                counts[key] += 1
+        return seconds
 
     def add_transfer(self, name: str, seconds: float, size: int, tensor: str = "") -> None:
         """Add a transfer of `size` bytes that has just ended."""

@@ -28,6 +28,7 @@ from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.buffer import reporting_shortage
 from npu_runtime.collectives import Share
 from npu_runtime.cpu.arrays import HUGE_PAGE, host_memory, huge_pages
+from npu_runtime.cpu.batch_pieces import run_in_pieces
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.ceilings import measured_ceilings
 from npu_runtime.cpu.channels_last import channels_last
@@ -208,7 +209,8 @@ class CPUBackend(Backend):
         if self._is_early or not self.native:
             return plan
         alignment = self.config.buffer_alignment
-        return write_over_residuals(place_parts(channels_last(plan, native_layout().has_pairs), alignment), alignment)
+        plan = place_parts(channels_last(plan, native_layout().has_pairs), alignment)
+        return write_over_residuals(run_in_pieces(plan, usable_threads(), alignment), alignment)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         early = self._is_early

@@ -77,7 +77,7 @@ def measure(
         whole.append(backend.clock() - start)
         profiler = Profiler()
         executor.run(buffers, weights, profiler)
-        calls.append([timed.seconds for timed in profiler.calls])
+        calls.append(profiler.seconds_per_call(program.kernels))
         progress(index + 1, runs)
     medians = np.median(calls, axis=0)
     return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)))
