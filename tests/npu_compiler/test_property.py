@@ -647,10 +647,14 @@ WITHOUT_INFINITIES = {
 SIGNLESS_ZEROS = {
     "aten.amax aten.amin aten.max aten.min aten.maximum aten.minimum": "which of two zeros is larger",
     "aten.clamp aten.clip aten.clamp_min aten.clamp_max aten.hardtanh": "which of two zeros is larger",
+    "aten.fmax aten.fmin": "which of two zeros is larger",
     "aten.sort aten.msort aten.topk": "which of two zeros is larger",
     "aten.var_mean aten.norm aten.linalg_norm": "the sign of a zero that rounding makes",
     "aten.lerp aten.elu aten.softshrink": "the sign of a product with 0",
 }
+
+
+ADDING = ("aten.sum", "aten.cumsum", "aten.mean", "aten.nansum")
 
 
 def special_values(dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -709,10 +713,13 @@ def _is_promised(graph: IRGraph, inputs: Arrays) -> bool:
     orders = [node.attrs[name] for name in ("p", "ord") if isinstance(node.attrs.get(name), (int, float))]
     if any(abs(order) > 3 for order in orders):
         return False  # powers that pass what float32 holds
-    if ("norm" in node.base or node.base == "aten.lerp") and any(
+    if ("norm" in node.base or node.base in ("aten.lerp", "aten.var_mean")) and any(
         (np.abs(x.astype(np.float32)) > 1e18).any() for x in floats
     ):
-        return False  # as do squares and differences of these
+        return False  # as do squares and differences of these, and sums that a mean is made of
+    wide = [x for x in inputs.values() if x.dtype.kind in "iu" and (np.abs(x.astype(np.float64)) > 2**24).any()]
+    if wide and node.base in ADDING and not all(is_int(graph.tensors[x].dtype) for x in node.outputs):
+        return False  # float32 rounds these, so that sums of them depend on the order of the terms
     if halves and abs(node.attrs.get("alpha", 1)) > 100:
         return False  # as do large multiples of 16 bits
     return node.base not in WITHOUT_INFINITIES or are_finite
