@@ -69,6 +69,17 @@ class Run:
         read = {p.operands[name].buffer for p in phases for name in p.prefetched if name in p.operands}
         return self.operands + _operands(phases) <= _MAX_OPERANDS and self.written.isdisjoint(read)
 
+    def may_follow(self, call: KernelCall, plan: ExecutionPlan) -> bool:
+        """Whether the run's calls may be done after `call` instead of before it."""
+        written = {view.buffer for own in self.calls for view in own.outputs}
+        used = written | {view.buffer for own in self.calls for view in own.inputs}
+        results = {view.buffer for view in call.outputs}
+        return (
+            written.isdisjoint(view.buffer for view in call.inputs)
+            and used.isdisjoint(results)
+            and all(plan.buffers[name].kind == "arena" for name in results)
+        )
+
     def append(self, calls: Sequence[KernelCall], phases: Sequence[Phase]) -> None:
         self.calls += calls
         self.phases += phases
@@ -111,6 +122,9 @@ def _pays(run: Run, make: Specializer) -> bool:
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:
     """The plan's calls divided into runs, in order; a call that no phase can compute is a run of its own.
 
+    Such a call comes before the calls in front of it that have phases, if it depends on none of them, as tables do that
+    are computed where they are first read. So it does not divide them.
+
     Args:
         reaches_peers: Whether phases may compute sums over ranks.
     """
@@ -119,6 +133,10 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
     index = 0
     while index < len(plan.calls):
         taken, phases = _match(plan, index, readers, reaches_peers)
+        if run.phases and not phases and run.may_follow(plan.calls[index], plan):
+            yield Run(plan.calls[index : index + 1])
+            index += 1
+            continue
         if run.calls and not (run.phases and phases and run.takes(phases)):
             yield run
             run = Run()

@@ -44,6 +44,7 @@ def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str)
     assert [call.kernel for call in calls].count(RESIDENT) == 1
     assert len(calls) <= 10
     assert calls[-1].kernel == RESIDENT
+    assert "matvec" not in [call.kernel for call in calls]
 
 
 @pytest.mark.parametrize("tokens", [2, 8])
