@@ -108,9 +108,10 @@ def _gated_phase(
     out = gated.outputs[0].reshape((1, choices * rows))
     if out is None:
         return None
-    params = {**gated.params, "m": 1, "n": choices * rows, "k": x.shape[1], "has_bias": len(bias), "choices": choices}
-    call = replace(gated, inputs=(x, *weight, *bias), outputs=(out,), params=params)
+    params = dict(gated.params)
     interleaved = bool(params.pop("interleaved"))
+    params |= {"m": 1, "n": choices * rows, "k": x.shape[1], "has_bias": len(bias), "choices": choices}
+    call = replace(gated, inputs=(x, *weight, *bias), outputs=(out,), params=params)
     if first.kernel == _QUANTIZED:
         call = replace(call, kernel="quantized_gated_matmul_vec_kernel")
         experts = ExpertMatrices(rows, choices, interleaved=interleaved)
@@ -144,15 +145,15 @@ def _sum_phase(plan: ExecutionPlan, second: KernelCall, total: KernelCall) -> Ph
     n = total.outputs[0].shape[-1]
     params = {**second.params, "m": 1, "n": n, "k": y.numel, "activation": "none"}
     params |= {"has_bias": len(bias), "has_residual": len(residual)}
-    call = replace(total, inputs=(x, *weight, *bias, *residual), params=params)
+    inputs = (x, *weight, *bias, *residual)
     if second.kernel == _QUANTIZED:
         params["groups"] = choices * second.params["groups"]
-        call = replace(call, kernel="quantized_matmul_vec_kernel")
-        experts = ExpertMatrices(n, choices, side_by_side=True)
-        return quantized_product_phase(plan, call, InputNorms(), experts)
+        call = replace(total, kernel="quantized_matmul_vec_kernel", inputs=inputs, params=params)
+        return quantized_product_phase(plan, call, InputNorms(), ExpertMatrices(n, choices, side_by_side=True))
     row_bytes = width * itemsize(weight[0].dtype)
     if row_bytes % LINE_BYTES or row_bytes * UNIT_ROWS > SLOT_BYTES:
         return None
     own = own_rows(n, UNIT_ROWS)
     stream = Stream(groups(n, own), own, own, n, row_bytes, 0, expert_rows=n, row_experts=choices)
-    return stream_phase(plan, replace(call, kernel="matmul_vec_kernel"), InputNorms(), stream)
+    call = replace(total, kernel="matmul_vec_kernel", inputs=inputs, params=params)
+    return stream_phase(plan, call, InputNorms(), stream)

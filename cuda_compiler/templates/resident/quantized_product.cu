@@ -11,7 +11,8 @@
 // A tile of 16 weight rows is one operand of the tensor cores' products. The other is a span of x for each of the four lanes of
 // a group: its planes are columns of their own, zero for the other lanes' terms. So a lane's sums are those of its own span,
 // which may have its own scale, for a row and for the eighth one after it. The columns are divided among the warps, a line of
-// 128 bytes at a time, or of 64 where rows are so short that half of the warps would have none.
+// 128 bytes at a time, or of 64 where the busiest warp has less to do so. With experts side by side, a row consists of one row of each
+// chosen expert, a chunk each.
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
