@@ -300,7 +300,7 @@ def decode(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama with biases", "gemma3", "qwen3", "qwen3 with experts"])
+@pytest.mark.parametrize("name", ["llama with biases", "gemma3", "qwen3", "qwen3 with experts", "gpt-oss"])
 def test_it_does_on_a_cpu_what_the_calls_do(
     name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
