@@ -630,6 +630,9 @@ NPU_INLINE const T* not_known(const T* p) {
   return p;
 }
 
+// Keeps the compiler from reading memory for what follows any sooner.
+NPU_INLINE void read_from_here_on() { asm volatile("" ::: "memory"); }
+
 // Prefetches kBytes that are a page ahead of p: the hardware follows a stream up to the end of a page.
 template <int kBytes>
 NPU_INLINE void prefetch_page_ahead(const void* p) {

@@ -63,7 +63,7 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     }
     for (; s < steps; ++s) step(sum[0]);
   }
-  asm volatile("" ::: "memory");  // from here on, `results` and `range` are read
+  read_from_here_on();  // `results` and `range`
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
