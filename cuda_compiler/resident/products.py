@@ -198,6 +198,7 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
         "from_mailbox": False,
         "to_mailbox": False,
         "backoff_ns": 0,
+        "of_experts": stream.expert_rows > 0,
         "expert_units": stream.expert_units,
         "row_experts": stream.row_experts,
         "interleaved": False,

@@ -67,15 +67,15 @@ __device__ __forceinline__ int number_of(const Problem &problem) {
     return int(problem.batch * kv_heads + problem.kv_head);
 }
 
+__device__ __forceinline__ int head_of(int number, int row) { return number % kv_heads * sharing + row % sharing; }
+
 __device__ __forceinline__ index_t result_place(int number, int row) {
-    return number / kv_heads * Out::stride(0) + (number % kv_heads * sharing + row % sharing) * Out::stride(1)
+    return number / kv_heads * Out::stride(0) + head_of(number, row) * Out::stride(1)
         + row / sharing * Out::stride(2);
 }
 #where has_sinks
 
 #include "attention/sinks.cuh"
-
-__device__ __forceinline__ int head_of(int number, int row) { return number % kv_heads * sharing + row % sharing; }
 #end
 
 #include "resident/new_rows.cuh"

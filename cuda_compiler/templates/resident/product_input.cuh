@@ -18,10 +18,11 @@ constexpr int line = 8;  // packs, 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 constexpr bool side_by_side = row_experts > 1;  // the rows of chosen experts, one chunk each
 
-// Which row of a unit is that of a result, and which one is multiplied with it as its gate's partner.
+// Which row is that of a result, of a gated product the gate's, and which one is what the gate multiplies; `results` rows are those of
+// results, and as many the others.
 __device__ __forceinline__ constexpr int row_of_result(int index) { return interleaved ? 2 * index : index; }
-__device__ __forceinline__ constexpr int partner_of_result(int index) {
-    return interleaved ? 2 * index + 1 : own_rows + index;
+__device__ __forceinline__ constexpr int gated_row_of_result(int index, int results) {
+    return interleaved ? 2 * index + 1 : results + index;
 }
 
 // The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the

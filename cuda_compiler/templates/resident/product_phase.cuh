@@ -39,8 +39,6 @@ struct Result {
           column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
 };
 
-constexpr bool of_experts = expert_units > 0 || side_by_side;
-
 PREFETCH {
     // All blocks read them, so one block's prefetch is enough.
     if (blockIdx.x == 0) {
@@ -97,7 +95,7 @@ __device__ __forceinline__ Addends addends_of_experts(
     if constexpr (Residual::present) {
         result.residual = to_float(residuals[own.row * Residual::stride(0) + own.column * Residual::stride(1)]);
     }
-    if constexpr (Bias::present && side_by_side) {
+    if constexpr (Bias::present && expert_units == 0) {
 #pragma unroll
         for (int i = 0; i < row_experts; i++) {
             const float bias = to_float(biases[chosen.expert(i) * int(param::n) + own.column]);
@@ -108,8 +106,8 @@ __device__ __forceinline__ Addends addends_of_experts(
         const int number = own.column / matrix_rows;
         const int first = chosen.expert(number) * matrix_rows * (gated ? 2 : 1);
         const int column = own.column - number * matrix_rows;
-        result.bias = to_float(biases[first + (interleaved ? 2 * column : column)]);
-        result.up_bias = gated ? to_float(biases[first + (interleaved ? 2 * column + 1 : matrix_rows + column)]) : 0.0f;
+        result.bias = to_float(biases[first + row_of_result(column)]);
+        result.up_bias = gated ? to_float(biases[first + gated_row_of_result(column, matrix_rows)]) : 0.0f;
     }
     return result;
 }
@@ -195,7 +193,8 @@ PHASE(product) {
             float sum = sum_of_warps([&](int other) { return sums[other][own.turn][row_of_result(own.index)][own.row]; });
             float up = 0.0f;
             if constexpr (gated) {
-                up = sum_of_warps([&](int other) { return sums[other][own.turn][partner_of_result(own.index)][own.row]; });
+                const int row = gated_row_of_result(own.index, own_rows);
+                up = sum_of_warps([&](int other) { return sums[other][own.turn][row][own.row]; });
             }
             if constexpr (scales_sums) {
                 sum *= scale;

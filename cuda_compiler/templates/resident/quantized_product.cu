@@ -137,15 +137,11 @@ struct Lane {
         part = thread % 4;
     }
 
-    // Whether there is a line of a row, or of an expert's row.
-    __device__ __forceinline__ bool takes(int turn) const {
-        return turn < lines / warps || turn * warps + warp < lines;
-    }
-    __device__ __forceinline__ bool takes(int first_turn, int turn) const {
-        if constexpr (side_by_side) {
-            return turn < chunk_lines / warps || turn * warps + warp < chunk_lines;
-        }
-        return takes(first_turn + turn);
+    // Whether there is a line for a turn of a chunk that begins with turn `first` of the row. Experts' rows end with their chunks.
+    __device__ __forceinline__ bool takes(int first, int turn) const {
+        constexpr int end = side_by_side ? chunk_lines : lines;
+        const int own = side_by_side ? turn : first + turn;
+        return own < end / warps || own * warps + warp < end;
     }
 };
 
