@@ -3,8 +3,8 @@
     python -m benchmarks.cuda.models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
     python -m benchmarks.cuda.models --draw SEED [--count 40] [--batches 1,16] …   models of timm drawn at random
 
-Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU
-for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
+Programs and peers are compiled in several processes at a time, which share the GPUs. When all of these are ready, each
+in turn has its GPU for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from benchmarks.cuda.zoo import ENTRIES, Entry, drawn, entry_of, seeded
 from benchmarks.peers import compiled
 from cuda_runtime import CUDABackend
 from npu_runtime import Executor, NPUBuffer, load_weights
+from npu_runtime.cache_folder import cache_folder
 from npu_sim.extract import extract_ir
 
 PEERS = ("reduce-overhead", "max-autotune")
@@ -40,24 +42,34 @@ PATIENCE = 40  # seconds
 SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager PyTorch's error, and beyond
 
 
-@contextmanager
-def alone(folder: Path, others: int) -> Iterator[None]:
-    """Run the body of this context in one process at a time, after the other processes are ready.
+@dataclass(frozen=True)
+class Queue:
+    """How the processes that prepare rows take turns on the GPUs.
 
-    Args:
+    Attributes:
         folder: Folder in which each process creates a file when it is ready.
-        others: Number of processes to wait for; waiting also ends when none has become ready for `PATIENCE` seconds.
+        others: Number of processes to wait for.
+        until: Time (`time.time`) at which waiting ends; also when none has become ready for `PATIENCE` seconds, it ends.
     """
-    Path(folder, str(os.getpid())).touch()
-    ready, since = 1, time.monotonic()
-    while ready < others and time.monotonic() - since < PATIENCE:
-        time.sleep(0.2)
-        count = len(list(folder.iterdir()))
-        if count != ready:
-            ready, since = count, time.monotonic()
-    with Path(folder.parent, f"{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+
+    folder: Path
+    others: int
+    until: float
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run the body of this context in one process of a GPU at a time, after the other processes are ready."""
+        Path(self.folder, str(os.getpid())).touch()
+        ready, since = 1, time.time()
+        while ready < self.others and time.time() < min(since + PATIENCE, self.until):
+            time.sleep(0.2)
+            count = len(list(self.folder.iterdir()))
+            if count != ready:
+                ready, since = count, time.time()
+        gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+        with Path(self.folder.parent, f"{self.folder.name}-{gpu}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
 def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]:
@@ -78,17 +90,23 @@ class Ours:
     """A model as a program on the CUDA device, with its inputs in device memory."""
 
     def __init__(self, entry: Entry, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.backend = CUDABackend()
         ir = extract_ir(module, inputs)
         started = time.perf_counter()
         self.program = npu_compiler.compile(
-            ir, self.backend.target, npu_compiler.CompileOptions(compute_dtype="float16")
+            ir, CUDABackend().target, npu_compiler.CompileOptions(compute_dtype="float16")
         )
         self.compile_seconds = time.perf_counter() - started
         self._inputs, self._state = inputs, {**dict(module.named_buffers()), **module.state_dict()}
 
+    def prepare(self) -> None:
+        """Compile the kernels, whatever else the GPU does meanwhile; forget what trials chose."""
+        Executor(self.program, CUDABackend())
+        for path in (cache_folder() / "cuda").glob("*.json"):
+            path.unlink()
+
     def start(self) -> None:
-        """Compile the kernels, choose among them by trials, and load the weights."""
+        """Choose among the compiled kernels by trials, and load the weights."""
+        self.backend = CUDABackend()
         self._executor = Executor(self.program, self.backend)
         self._weights = load_weights(self._state, self.program, self.backend, strict=False)
         self._bound = {
@@ -111,8 +129,7 @@ def measure(
     descent: bool,
     with_account: bool,
     rounds: int,
-    folder: Path,
-    others: int,
+    queue: Queue,
 ) -> str:
     """Time one model at one batch size; return a row as text: milliseconds, errors, and our time by kernel.
 
@@ -120,11 +137,13 @@ def measure(
         peers: Modes of `torch.compile`.
         descent: Whether it tunes by coordinate descent.
         with_account: Whether to list our time by kernel.
-        folder, others: As for `alone`.
     """
     entry = entry_of(name)
     module, inputs = seeded(entry), entry.inputs(batch, 1)
     ours = Ours(entry, module, inputs)
+    started = time.perf_counter()
+    ours.prepare()
+    seconds = time.perf_counter() - started
     on_gpu = [x.cuda() for x in inputs]
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     reference = module.cuda()(*on_gpu)
@@ -143,12 +162,12 @@ def measure(
             calls[mode] = compiled(peer, halves, mode, freezing=True, descent=descent)
         except Exception as error:  # our own time is worth having beside eager PyTorch's
             problems[mode] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    with alone(folder, others):
+    with queue.alone():
         torch.backends.cudnn.benchmark = True
         started = time.perf_counter()
         ours.start()
+        trials = time.perf_counter() - started
         results = {OURS: ours.result(), **{mode: call(*halves).clone() for mode, call in calls.items()}}
-        seconds = time.perf_counter() - started
         errors = errors_of(results, reference)
         contenders = {OURS: Contender(ours.run, ours.backend.timed)}
         contenders |= {mode: torch_contender(lambda call=call: call(*halves)) for mode, call in calls.items()}  # type: ignore[misc]
@@ -158,7 +177,7 @@ def measure(
     lines = [
         f"ROW {name} b{batch}: ours {ms[OURS]:.4f} ms {ratios}; {len(ours.program.plan.calls)} calls; errors "
         + " ".join(f"{mode} {error:.1e}" for mode, error in errors.items())
-        + f"; compile {ours.compile_seconds:.1f} s, start {seconds:.1f} s"
+        + f"; compile {ours.compile_seconds:.1f} s, kernels {seconds:.1f} s, trials {trials:.1f} s"
     ]
     lines += [f"  {mode} fails: {problem}" for mode, problem in problems.items()]
     busy = sum(each for _, each, _ in rows)
@@ -168,7 +187,8 @@ def measure(
     return "\n".join(lines)
 
 
-def _guarded(*arguments: Any) -> str:
+def _guarded(gpu: str, cache: Path, *arguments: Any) -> str:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpu, "NPU_SIM_CACHE": str(cache)}
     try:
         return measure(*arguments)
     except Exception:
@@ -185,9 +205,12 @@ def main() -> int:
     parser.add_argument("--no-descent", action="store_true", help="compile peers without tuning by coordinate descent")
     parser.add_argument("--accounts", action="store_true", help="list our kernels by time")
     parser.add_argument("--processes", type=int, default=12, help="rows to prepare at a time (default: %(default)s)")
+    parser.add_argument("--within", type=float, default=1e9, help="seconds to wait for all processes to be ready")
     parser.add_argument("--rounds", type=int, default=5, help="timing rounds (default: %(default)s)")
     arguments = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "npu-sim-inductor")))
+    default = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", default).split(",")
     peers = tuple(filter(None, arguments.peers.split(",")))
     names = arguments.only.split(",") if arguments.draw is None else drawn(arguments.draw, arguments.count)
     rows = [
@@ -197,14 +220,21 @@ def main() -> int:
     ]
     started, status = time.perf_counter(), 0
     processes = min(arguments.processes, len(rows))
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    for setting in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(setting, threads)
     with (
         tempfile.TemporaryDirectory() as parent,
         ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool,
     ):
         ready = Path(parent, "ready")
         ready.mkdir()
-        settings = (peers, not arguments.no_descent, arguments.accounts, arguments.rounds, ready, processes)
-        futures = [pool.submit(_guarded, *row, *settings) for row in rows]
+        queue = Queue(ready, processes, time.time() + arguments.within)
+        settings = (peers, not arguments.no_descent, arguments.accounts, arguments.rounds, queue)
+        futures = [
+            pool.submit(_guarded, gpus[number % len(gpus)], Path(parent, str(number)), *row, *settings)
+            for number, row in enumerate(rows)
+        ]
         for future in as_completed(futures):
             text = future.result()
             status |= "FAILED" in text
