@@ -49,7 +49,7 @@ class Queue:
     Attributes:
         folder: Folder in which each process creates a file when it is ready.
         others: Number of processes to wait for.
-        until: Time (`time.time`) at which waiting ends; also when none has become ready for `PATIENCE` seconds, it ends.
+        until: Time (`time.time`) at which waiting ends, as it does when none became ready for `PATIENCE` seconds.
     """
 
     folder: Path
