@@ -349,10 +349,14 @@ def drawn(seed: int, count: int) -> list[str]:
 def seeded(entry: Entry) -> nn.Module:
     """Return the model with its library's random initialization, and batch norms with the statistics of random inputs.
 
-    Without these, the activations of a deep model would leave the range of float16.
+    Without these, the activations of a deep model would leave the range of float16. Matrices that the library leaves at
+    zero, such as an output layer, are random too, or all results would be zeros.
     """
     torch.manual_seed(0)
     module = entry.make()
+    for parameter in module.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     if norms:
         for norm in norms:
