@@ -6,6 +6,7 @@ namespace npu::conv {
 namespace {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of gathered windows, which should stay in L2
+constexpr int64_t kCopiedBytes = 512;  // of a pixel: channels of as many groups as fit are copied together
 constexpr int64_t kBandBytes = 256 << 10;   // of images whose windows are multiplied where they are, which should too
 // Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
 constexpr int64_t kPanelBytes = kLanes == 16 ? 256 << 10 : 32 << 10;
@@ -194,7 +195,8 @@ bool reads_in_place(const ChannelsLastArgs& a) {
 
 template <class T>
 void convolve_in_place(const ChannelsLastArgs& a) {
-  const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = a.groups * a.channels * int64_t(sizeof(T));
+  const int64_t together = std::clamp<int64_t>(kCopiedBytes / (a.channels * int64_t(sizeof(T))), 1, a.groups);
+  const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = together * a.channels * int64_t(sizeof(T));
   const Bands bands(a, pixel_bytes);
   const Finish finish = finish_for(a.linear);
   const RowBlocks blocks(a.out_w);
@@ -212,15 +214,20 @@ void convolve_in_place(const ChannelsLastArgs& a) {
       const int64_t first_row = band % bands.each * bands.rows, rows = std::min(bands.rows, a.out_h - first_row);
       const int64_t first = a.groups * bands.panels * part / bands.parts;
       const int64_t last = a.groups * bands.panels * (part + 1) / bands.parts;
-      const int64_t first_group = first / bands.panels, groups = divide_up(last, bands.panels) - first_group;
-      const Images<T> images = images_of(a, item, items, first_row, rows, first_group * a.channels,
-                                         groups * a.channels, copy);
-      const int64_t step = a.stride_w * images.pixel_stride, steps = a.channels / Step<T>::kWidth;
-      for (int64_t t = 0; t < taps; ++t)
-        offsets[t] = t / a.kernel_w * a.dilation_h * images.row_stride +
-                     t % a.kernel_w * a.dilation_w * images.pixel_stride;
+      const int64_t steps = a.channels / Step<T>::kWidth;
+      Images<T> images;
+      int64_t step = 0, ready = 0, first_group = 0;
       for (int64_t p = first; p < last; ++p) {
         const int64_t group = p / bands.panels, column = p % bands.panels * kPanel;
+        if (group >= ready) {
+          const int64_t copied = std::min(together, divide_up(last, bands.panels) - group);
+          first_group = group, ready = group + copied;
+          images = images_of(a, item, items, first_row, rows, group * a.channels, copied * a.channels, copy);
+          step = a.stride_w * images.pixel_stride;
+          for (int64_t t = 0; t < taps; ++t)
+            offsets[t] = t / a.kernel_w * a.dilation_h * images.row_stride +
+                         t % a.kernel_w * a.dilation_w * images.pixel_stride;
+        }
         const LinearArgs layer = layer_of_group<T>(a, group, 0);
         const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
         const DirectResult<T> direct(layer);

@@ -34,12 +34,17 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     }
   constexpr int kApart = kPacked ? kRows : 4, kPlaces = divide_up(kRows, kApart);
   const typename S::X* x[kPlaces];  // each kApart'th row
+  // Several rows use the same registers: g++ would rather read memory for each of them.
+  const auto once = [](auto vec) __attribute__((always_inline)) {
+    if constexpr (kRows > 1) return in_register(vec);
+    else return vec;
+  };
   const auto step = [&](RowSums(&part)[kRows]) __attribute__((always_inline)) {
     Vec panel[kVecs];
     HalfVec half_panel;
 #pragma GCC unroll 2
-    for (int v = 0; v < kWhole; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
-    if constexpr (kEndsInHalf) half_panel = load_bits<HalfVec>(w + kWhole * kLanes * S::kWidth);
+    for (int v = 0; v < kWhole; ++v) panel[v] = once(S::load_panel(w + v * kLanes * S::kWidth));
+    if constexpr (kEndsInHalf) half_panel = once(load_bits<HalfVec>(w + kWhole * kLanes * S::kWidth));
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vec value = S::broadcast(x[r / kApart] + r % kApart * row_stride);
