@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.specialization.activations import activation_text
 from npu_compiler.program.elementwise import GATES, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -92,8 +93,7 @@ def _reads_alternately(call: KernelCall, product: View) -> bool:
 
 
 def _reads(call: KernelCall, wanted: list[View]) -> bool:
-    shape, count = wanted[0].shape, wanted[0].numel
-    return [view.reshape(shape) if view.numel == count else None for view in call.inputs] == wanted
+    return [place_of(view) for view in call.inputs] == [place_of(view) for view in wanted]
 
 
 def template_operands(

@@ -292,6 +292,7 @@ def biased_experts(dtype: str, seed: int, rows: int) -> Phases:
     h = phases.experts(h, "biased", experts=48, choices=3, inner=128, biases=True)
     h = phases.experts(h, "interleaved", experts=16, choices=2, inner=64, interleaved=True)
     h = phases.experts(h, "one", experts=16, choices=1, inner=192, biases=True, interleaved=True)
+    h = phases.experts(h, "halves", experts=16, choices=1, inner=128)
     phases.product(h, "last", 700, normed=True)
     return phases
 
