@@ -150,7 +150,7 @@ def smollm2_lines() -> Iterator[Line]:
 
 def qwen_lines() -> Iterator[Line]:
     """Measure the simulation of time for a decode step of Qwen2.5-1.5B, without computing results."""
-    from benchmarks.qwen import qwen
+    from benchmarks.configurations import qwen2_1_5b
     from npu_compiler.errors import NPUError
     from npu_model import NPUTarget, load_chip, simulate
     from npu_sim.llm import Checkpoint, compile_decode_loop
@@ -159,7 +159,7 @@ def qwen_lines() -> Iterator[Line]:
     for quantization in (None, "int8", "int4"):
         what = f"time a decode step of Qwen2.5-1.5B, {quantization or 'bfloat16'}"
         checkpoint = Checkpoint(
-            "qwen2.5-1.5b", qwen(), {}, "bfloat16", load_tokenizer=lambda: None, quantization=quantization
+            "qwen2.5-1.5b", qwen2_1_5b(), {}, "bfloat16", load_tokenizer=lambda: None, quantization=quantization
         )
         try:
             program = compile_decode_loop(checkpoint, 2048, NPUTarget(chip))

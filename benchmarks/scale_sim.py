@@ -214,9 +214,9 @@ def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
 
 
 def _qwen() -> Iterator[tuple[str, Product]]:
-    from benchmarks.qwen import qwen
+    from benchmarks.configurations import qwen2_1_5b
 
-    config = qwen(1)
+    config = qwen2_1_5b(1)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     head = hidden // heads
     kv = head * (config.num_key_value_heads or heads)

@@ -72,15 +72,15 @@ def measurements(
 
 def _extra_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> Iterator[Iterator[Figure | Account]]:
     """Yield measurements of decode of larger or quantized models, and of prefill with activations in 8 bits."""
+    from benchmarks.configurations import llama3_1_8b, qwen2_1_5b, qwen3_8b
     from benchmarks.cuda import llm, quantized, rounded
-    from benchmarks.qwen import qwen
 
     if LARGE_DECODE in only:
-        models = llm.Models(llm.LARGE_MODEL, llm.qwen3(), seed=0)
+        models = llm.Models(llm.LARGE_MODEL, qwen3_8b(), seed=0)
         for cache_length, positions in llm.LARGE_POSITIONS.items():
             yield llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
         del models  # whose memory the next ones may need
-    small, large = (llm.MODEL, qwen()), (quantized.LARGE_MODEL, quantized.llama())
+    small, large = (llm.MODEL, qwen2_1_5b()), (quantized.LARGE_MODEL, llama3_1_8b())
     for task, (name, config) in {QUANTIZED_DECODE: small, LARGE_QUANTIZED_DECODE: large}.items():
         for quantization in QUANTIZATIONS if task in only else ():
             few = quantized.QuantizedModels(name, config, quantization, seed=0)
@@ -95,12 +95,12 @@ def _language_measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
     """Yield measurements of decode and prefill of Qwen2.5-1.5B, which share one set of weights."""
+    from benchmarks.configurations import qwen2_1_5b
     from benchmarks.cuda import llm
-    from benchmarks.qwen import qwen
 
     if not only & {"decode", "prefill"}:
         return
-    models = llm.Models(llm.MODEL, qwen(), seed=0)
+    models = llm.Models(llm.MODEL, qwen2_1_5b(), seed=0)
     if "decode" in only:
         for cache_length, positions in (llm.FEW_POSITIONS if quick else llm.POSITIONS).items():
             yield llm.measure_decode("decode", models, cache_length, positions, ceilings, budget)

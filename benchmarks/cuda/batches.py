@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.configurations import qwen2_1_5b
 from benchmarks.cuda.llm import Models
 from benchmarks.cuda.timing import account, measure_ceilings, torch_timed
 from benchmarks.peers import ATTENTION, compiled
-from benchmarks.qwen import qwen
 from benchmarks.timing import interleave, wall_time
 from npu_runtime import Device
 from npu_sim.llm.engine.batch import Batch
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--account", action="store_true", help="print what the kernels of a step take")
     options = parser.parse_args()
-    config = qwen()
+    config = qwen2_1_5b()
     models = Models("Qwen2.5-1.5B", config, 0)
     ceilings = measure_ceilings()
     per_sequence = -(-(options.context + STEPS) // BLOCK)

@@ -31,6 +31,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import npu_compiler
+from benchmarks.configurations import gemma3_4b, gpt_oss_20b, llama3_2_3b, mistral_7b, qwen3_4b, qwen3_30b
 from benchmarks.cuda.batches import BLOCK, STEPS, fastest_attention, our_steps
 from benchmarks.cuda.llm import Models
 from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
@@ -56,7 +57,6 @@ FORMATS = (
     QuantizedFormat("float4_e2m1", 16, "float32"),
     QuantizedFormat("iq4_nl", 32, "float16"),
 )
-_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 
 
 @dataclass(frozen=True)
@@ -76,104 +76,13 @@ class Decoder:
     in_few_bits: bool = False
 
 
-def qwen3_moe(layers: int) -> Any:
-    """Return the configuration of Qwen3-30B-A3B."""
-    from transformers import Qwen3MoeConfig
-
-    fields: dict[str, Any] = {"head_dim": 128, "rope_parameters": _ROPE, "dtype": "bfloat16"}
-    return Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        **fields,
-    )
-
-
-def gpt_oss(layers: int) -> Any:
-    """Return the configuration of gpt-oss-20B."""
-    from transformers import GptOssConfig
-
-    return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, tie_word_embeddings=False, dtype="bfloat16")
-
-
-def mistral(layers: int) -> Any:
-    """Return the configuration of Mistral-7B, whose layers have a window of 4,096 tokens."""
-    from transformers import MistralConfig
-
-    return MistralConfig(num_hidden_layers=layers, sliding_window=4096, max_position_embeddings=32768, dtype="bfloat16")
-
-
-def gemma3(layers: int) -> Any:
-    """Return the configuration of Gemma-3-4B; five of six layers have a window of 1,024 tokens."""
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(
-        hidden_size=2560,
-        intermediate_size=10240,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        query_pre_attn_scalar=256,
-        vocab_size=262208,
-        sliding_window=1024,
-        max_position_embeddings=131072,
-        dtype="bfloat16",
-    )
-
-
-def qwen3(layers: int) -> Any:
-    """Return the configuration of Qwen3-4B."""
-    from transformers import Qwen3Config
-
-    fields: dict[str, Any] = {"head_dim": 128, "rope_parameters": _ROPE, "dtype": "bfloat16"}
-    return Qwen3Config(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        **fields,
-    )
-
-
-def llama3(layers: int) -> Any:
-    """Return the configuration of Llama-3.2-3B, without the scaling of its rotary embedding."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-
-
 DECODERS = {
-    "qwen3-moe": Decoder(qwen3_moe, 48, 2048),
-    "gpt-oss": Decoder(gpt_oss, 24, 2048, in_few_bits=True),
-    "mistral": Decoder(mistral, 32, 16384),
-    "gemma3": Decoder(gemma3, 34, 16384),
-    "qwen3": Decoder(qwen3, 36, 2048),
-    "llama3": Decoder(llama3, 28, 2048),
+    "qwen3-moe": Decoder(qwen3_30b, 48, 2048),
+    "gpt-oss": Decoder(gpt_oss_20b, 24, 2048, in_few_bits=True),
+    "mistral": Decoder(mistral_7b, 32, 16384),
+    "gemma3": Decoder(gemma3_4b, 34, 16384),
+    "qwen3": Decoder(qwen3_4b, 36, 2048),
+    "llama3": Decoder(llama3_2_3b, 28, 2048),
 }
 
 

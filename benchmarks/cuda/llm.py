@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from npu_runtime import DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
 from npu_sim.llm.graph import kv_shapes, meta_model, program_formats, state_with_buffers
 
-if TYPE_CHECKING:
-    from transformers import Qwen3Config
-
 MODEL, LARGE_MODEL = "Qwen2.5-1.5B", "Qwen3-8B"
 BYTES = 2  # of a bfloat16
 POSITIONS = {
@@ -44,26 +41,6 @@ LARGE_POSITIONS: dict[int, tuple[int, ...]] = {2048: (1, 2000)}
 FEW_POSITIONS = {2048: (1, 2000), 32768: (200, 32640)}
 PROMPTS, FEW_PROMPTS = (128, 512, 2048, 8192), (128, 2048, 8192)
 SHORTEST_CACHE = 2048
-
-
-def qwen3() -> Qwen3Config:
-    """Return the configuration of Qwen3-8B."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
 
 
 InFewBits = Callable[[str, tuple[int, ...]], QuantizedArray | None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,40 +22,10 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_sim.llm import extract_graph
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
 LARGE_MODEL = "Llama-3.1-8B"
 _SPREAD = {"int4": 4.6, "int8": 74.0, "float8_e4m3": 130.0}  # standard deviation of random codes
 # The head is stored in few bits, with the embedding where the two are tied; one of its own is not read as a whole.
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def llama() -> LlamaConfig:
-    """Return the configuration of Llama-3.1-8B."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
 
 
 class QuantizedModels(Models):

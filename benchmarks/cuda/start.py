@@ -49,10 +49,10 @@ def write_model(folder: Path) -> None:
     """Write a Hugging Face folder with random weights and a byte-level tokenizer padded to the vocabulary size."""
     from safetensors.torch import save_file
 
+    from benchmarks.configurations import qwen2_1_5b
     from benchmarks.cuda.llm import seeded_checkpoint
-    from benchmarks.qwen import qwen
 
-    config = qwen()
+    config = qwen2_1_5b()
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     state = seeded_checkpoint("qwen2.5-1.5b", config, seed=0).state

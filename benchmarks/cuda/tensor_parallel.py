@@ -17,6 +17,7 @@ from statistics import median
 import ml_dtypes
 import numpy as np
 
+from benchmarks.configurations import llama3_1_8b
 from npu_sim.llm import Checkpoint, LanguageModel
 from npu_sim.llm.graph import meta_model
 
@@ -25,23 +26,9 @@ PROMPT, CACHE, TOKENS, ROUNDS = 2048, 4096, 96, 5
 
 def random_checkpoint(seed: int, layers: int = 32) -> Checkpoint:
     """Return a checkpoint of Llama-3.1-8B's configuration with random weights that are equal in every process."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
     name = f"Llama-3.1-8B, {layers} layers, random"
     again = "benchmarks.cuda.tensor_parallel:random_checkpoint", (seed, layers)
-    checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None, opened_by=again)
+    checkpoint = Checkpoint(name, llama3_1_8b(layers), {}, "bfloat16", load_tokenizer=lambda: None, opened_by=again)
     shapes = {name: tuple(parameter.shape) for name, parameter in meta_model(checkpoint).named_parameters()}
     checkpoint.state = RandomWeights(shapes, seed)
     return checkpoint

@@ -83,10 +83,10 @@ class Contender:
 
 def seeded_qwen() -> Checkpoint:
     """Return a checkpoint of Qwen2.5-1.5B's configuration with random bfloat16 weights on a GPU."""
+    from benchmarks.configurations import qwen2_1_5b
     from benchmarks.cuda.llm import seeded_checkpoint
-    from benchmarks.qwen import qwen
 
-    return seeded_checkpoint(SEEDED, qwen(), 0)
+    return seeded_checkpoint(SEEDED, qwen2_1_5b(), 0)
 
 
 def draw_jobs(count: int, lengths: str, limit: int, vocabulary: int, seed: int) -> list[Job]:

@@ -13,8 +13,9 @@ from traces import qwen_step
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
+from benchmarks.configurations import qwen2_1_5b
 from benchmarks.pages.dispatches import DOCUMENT, measure, table, traffic
-from benchmarks.qwen import CACHE_LENGTH, LAYERS, PROMPT, qwen
+from benchmarks.qwen import CACHE_LENGTH, LAYERS, PROMPT
 from npu_compiler.graph.quantization import NAMED_FORMATS
 from npu_compiler.program.describe import summary
 from npu_compiler.program.target import MetalCodegenTarget
@@ -53,7 +54,7 @@ def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> N
 
 def test_metal_decodes_4_bit_weights_with_the_launches_of_16_bits_and_reads_each_byte_once() -> None:
     ir, target = qwen_step(1), MetalCodegenTarget()
-    config, int4 = qwen(), NAMED_FORMATS["int4"]
+    config, int4 = qwen2_1_5b(), NAMED_FORMATS["int4"]
     program = npu_compiler.compile(ir, target, npu_compiler.CompileOptions(quantization="int4"))
     assert len(program.kernels) == len(npu_compiler.compile(ir, target).kernels)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.hidden_size
@@ -95,7 +96,7 @@ class Cut:
 def cut() -> Cut:
     seed = secrets.randbits(32)
     torch.manual_seed(seed)
-    config = qwen(2)
+    config = qwen2_1_5b(2)
     config.vocab_size = 20_000
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     texts = np.random.default_rng(seed).integers(0, config.vocab_size, (MIN_DRAWS, SHORT_PROMPT + 1)).tolist()

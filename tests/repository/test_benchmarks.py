@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.configurations import qwen2_1_5b, qwen3_8b
 from benchmarks.cuda import __main__ as cuda
-from benchmarks.cuda.llm import qwen3
 from benchmarks.cuda.page import document, draw
 from benchmarks.cuda.timing import agreement
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure, Run, load_run
 from benchmarks.peers import ATTENTION, StaticLanguageModel
-from benchmarks.qwen import qwen
 
 MACHINE: dict[str, Any] = {
     "gpu": "NVIDIA X1",
@@ -155,7 +154,7 @@ def test_agreement_refuses_logits_that_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("model", [qwen, qwen3])
+@pytest.mark.parametrize("model", [qwen2_1_5b, qwen3_8b])
 def test_the_peer_is_the_hugging_face_model(model: Callable[[], Any], attention: str) -> None:
     from transformers import AutoModelForCausalLM
 
