@@ -197,7 +197,9 @@ def _guarded(gpu: str, cache: Path, *arguments: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(ENTRIES), help="comma-separated models (default: %(default)s)")
+    parser.add_argument(
+        "--only", default=",".join(ENTRIES), help="comma-separated models, as vit or vit:16 (default: %(default)s)"
+    )
     parser.add_argument("--draw", type=int, metavar="SEED", help="measure models of timm drawn at random instead")
     parser.add_argument("--count", type=int, default=40, help="models to draw (default: %(default)s)")
     parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
@@ -215,8 +217,8 @@ def main() -> int:
     names = arguments.only.split(",") if arguments.draw is None else drawn(arguments.draw, arguments.count)
     rows = [
         (name, entry_of(name).many if batch == "many" else int(batch))
-        for name in names
-        for batch in arguments.batches.split(",")
+        for name, _, own in (name.partition(":") for name in names)
+        for batch in (own or arguments.batches).split(",")
     ]
     started, status = time.perf_counter(), 0
     processes = min(arguments.processes, len(rows))
