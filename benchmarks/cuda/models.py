@@ -45,7 +45,7 @@ SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager
 
 @dataclass(frozen=True)
 class Queue:
-    """How the processes that prepare rows take turns on the GPUs.
+    """The turns of processes on the GPUs after they have prepared their rows.
 
     Attributes:
         folder: Folder in which each process creates a file when it is ready.
