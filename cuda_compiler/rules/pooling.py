@@ -12,6 +12,9 @@ from npu_compiler.program.views import View
 
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _THREADS = 128  # of a block
+_TEAMS = (128, 256, 512, 1024)  # threads of a block that shares one window of an adaptive pooling
+_OWN_PIXELS = 8  # of a shared window, at least, for each of these threads
+_READ_BYTES = 64  # that lanes side by side read together
 
 
 def channel_pack(*views: View) -> int:
@@ -52,17 +55,39 @@ def _max_pool_index(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """The call of adaptive pooling: lanes of a warp share each window, 8 with vectors of channels, else all 32."""
-    images, channels, rows, columns = call.outputs[0].shape
-    pack = channel_pack(*call.inputs, *call.outputs)
-    walkers = 8 if pack > 1 else WARP
-    warps = images * rows * columns * groups(channels // pack, WARP // walkers)
-    grid = (groups(warps, _THREADS // WARP), 1, 1)
-    return [
-        make.kernel(
-            call, "conv/pool.cu", grid=grid, block=(_THREADS, 1, 1), constants={"pack": pack, "walkers": walkers}
-        )
-    ]
+    """The call of adaptive pooling: a warp makes some packs of channels of one pixel, or a block if windows are large.
+
+    Some lanes side by side have channels side by side; the others share the window. A block has it where warps are too
+    few to keep a large GPU busy.
+    """
+    x, out = call.inputs[0], call.outputs[0]
+    images, channels, rows, columns = out.shape
+    pack = channel_pack(x, out)
+    window = groups(x.shape[2], rows) * groups(x.shape[3], columns)
+    lanes = _channel_lanes(x, channels // pack, pack, window)
+    teams = images * rows * columns * groups(channels // pack, lanes)
+    team = WARP
+    for larger in _TEAMS:
+        if teams * team < _FULL and window >= _OWN_PIXELS * (larger // lanes):
+            team = larger
+    block = max(team, _THREADS)
+    grid = (groups(teams, block // team), 1, 1)
+    constants = {"pack": pack, "lanes": lanes, "team": team}
+    return [make.kernel(call, "conv/pool.cu", grid=grid, block=(block, 1, 1), constants=constants)]
+
+
+def _channel_lanes(x: View, packs: int, pack: int, window: int) -> int:
+    """Lanes of a warp that read channels of the same pixel: a power of two.
+
+    They read `_READ_BYTES` bytes, or all `packs` packs if those are fewer; more if the window has few pixels to share.
+    One lane does if channels are not side by side in memory.
+    """
+    if x.strides[1] != 1:
+        return 1
+    lanes = 1
+    while lanes < min(packs, WARP) and (lanes * pack * itemsize(x.dtype) < _READ_BYTES or WARP // lanes > window):
+        lanes *= 2
+    return lanes
 
 
 RULES: dict[str, Rule] = {

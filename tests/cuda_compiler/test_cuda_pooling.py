@@ -9,14 +9,34 @@ import pytest
 from cuda_on_cpu import EmulatedBackend
 from drawn import drawn
 from metal_cases.pool import CASES
-from metal_harness import Case, T, run_case
+from metal_harness import Case, T, call_of, run_case
 
+from cuda_compiler.cuda_program import kernel_launch_of
+from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.views import contiguous_strides
 
 
 @pytest.mark.parametrize("case", drawn(CASES, 1 / 5, lambda case: case.name))
 def test_kernels_are_those_of_the_cpu_device(case: Case, seed: int, tmp_path: Path) -> None:
     run_case(case, EmulatedBackend(tmp_path), Random(seed).choice(["float16", "bfloat16"]), seed)
+
+
+def channels_last(*shape: int) -> T:
+    """An image [N, C, H, W] with channels side by side."""
+    images, channels, rows, columns = shape
+    return T(shape, strides=(rows * columns * channels, 1, columns * channels, channels))
+
+
+def test_a_block_shares_windows_that_are_large_and_few(seed: int, tmp_path: Path) -> None:
+    draw, backend = Random(seed), EmulatedBackend(tmp_path)
+    for channels in (draw.choice([1, 5, 12]), 8 * draw.randint(1, 6)):
+        x = channels_last(draw.randint(1, 2), channels, draw.randint(34, 60), draw.randint(34, 60))
+        out = T((*x.shape[:2], *draw.choice([(1, 1), (1, 2)])))
+        case, dtype = Case("adaptive_avg_pool2d_kernel", "large", [x], [out]), draw.choice(["float16", "bfloat16"])
+        (pool,) = expand(Specializer(), call_of(case, dtype))
+        assert kernel_launch_of(pool).block[0] > 128
+        run_case(case, backend, dtype, seed)
 
 
 def test_drawn_means_of_windows_are_those_of_the_cpu_device(seed: int, tmp_path: Path) -> None:

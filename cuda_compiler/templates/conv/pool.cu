@@ -128,17 +128,43 @@ WAITING_KERNEL(avg_pool2d_kernel) {
 }
 
 #kernel adaptive_avg_pool2d_kernel
-// A warp makes 32 / `walkers` packs of `pack` channels of one pixel; `walkers` lanes share each window, which may be a
-// whole image.
+// A team, which is a warp or the whole block, makes `lanes` packs of `pack` channels of one pixel; its threads share the
+// window, which may be a whole image.
 constexpr unsigned PACKS = unsigned(Out::size(1)) / pack;
-constexpr unsigned OWN_PACKS = WARP / walkers;
-constexpr unsigned GROUPS = (PACKS + OWN_PACKS - 1) / OWN_PACKS;
+constexpr unsigned GROUPS = (PACKS + lanes - 1) / lanes;
+constexpr unsigned WALKERS = team / lanes;
+static_assert(team == WARP || team == THREADS, "");
+
+// Adds the sums of a block's warps. Threads of the same place in their warps have the same channels.
+__device__ __forceinline__ void add_warps(float (&sums)[pack]) {
+    constexpr unsigned WARPS = THREADS / WARP;
+    __shared__ float shared[WARPS][lanes * pack];
+    const unsigned lane = threadIdx.x % WARP;
+    if (lane < lanes) {
+#pragma unroll
+        for (int k = 0; k < pack; k++) {
+            shared[threadIdx.x / WARP][lane * pack + k] = sums[k];
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < lanes) {
+#pragma unroll
+        for (int k = 0; k < pack; k++) {
+            float sum = 0.0f;
+#pragma unroll 8
+            for (unsigned warp = 0; warp < WARPS; warp++) {
+                sum += shared[warp][threadIdx.x * pack + k];
+            }
+            sums[k] = sum;
+        }
+    }
+}
 
 WAITING_KERNEL(adaptive_avg_pool2d_kernel) {
-    const index_t warp = blockIdx.x * index_t(THREADS / WARP) + threadIdx.x / WARP;
-    const unsigned own = unsigned(warp % GROUPS) * OWN_PACKS + threadIdx.x % OWN_PACKS;
-    const unsigned walker = threadIdx.x % WARP / OWN_PACKS;
-    const index_t pixel = warp / GROUPS;
+    const index_t number = blockIdx.x * index_t(THREADS / team) + threadIdx.x / team;
+    const unsigned own = unsigned(number % GROUPS) * lanes + threadIdx.x % lanes;
+    const unsigned walker = threadIdx.x % team / lanes;
+    const index_t pixel = number / GROUPS;
     const unsigned out_column = unsigned(pixel % Out::size(3));
     const unsigned out_row = unsigned(pixel / Out::size(3) % Out::size(2));
     const index_t image = pixel / Out::size(3) / Out::size(2);
@@ -155,7 +181,7 @@ WAITING_KERNEL(adaptive_avg_pool2d_kernel) {
     begin_in_turn();
     float sums[pack] = {};
 #pragma unroll 8
-    for (unsigned i = walker; i < width * height; i += walkers) {
+    for (unsigned i = walker; i < width * height; i += WALKERS) {
         float values[pack];
         load_floats(values, corner + i / width * X::stride(2) + i % width * X::stride(3));
 #pragma unroll
@@ -166,12 +192,18 @@ WAITING_KERNEL(adaptive_avg_pool2d_kernel) {
 #pragma unroll
     for (int k = 0; k < pack; k++) {
 #pragma unroll
-        for (int step = OWN_PACKS; step < WARP; step *= 2) {
+        for (int step = lanes; step < WARP; step *= 2) {
             sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], step);
         }
-        sums[k] /= float(width * height);
+    }
+    if constexpr (team > WARP) {
+        add_warps(sums);
     }
     if (walker == 0 && own < PACKS) {
+#pragma unroll
+        for (int k = 0; k < pack; k++) {
+            sums[k] /= float(width * height);
+        }
         store_floats(
             out + image * Out::stride(0) + channel * Out::stride(1) + out_row * Out::stride(2) +
                 out_column * Out::stride(3),
