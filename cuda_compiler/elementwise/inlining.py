@@ -1,4 +1,4 @@
-"""Computes gathered and concatenated elements where an element-wise kernel reads them, instead of storing them first.
+"""Computes picked and concatenated elements where an element-wise kernel reads them, instead of storing them first.
 
 Given:  g = gather(x, dim=-1, index);  (u = g / s; v = u + y)
 Result: (u = x[…, index] / s; v = u + y)
@@ -9,13 +9,14 @@ Result: (u = (neg(b) or a, by the last coordinate) * s; v = u + y)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, place_of
-from npu_compiler.program.kernels import KernelCall
+from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View, numel
 
-GATHER = "gather_kernel"
 _REACH = 48  # groups between a part and its reader
 
 
@@ -36,17 +37,20 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
     for index, group in enumerate(groups):
         if not group.is_elementwise:
             continue
+        parts: dict[str, list[Part]] = {}
         for view in group.reads:
-            at = writers.get(view.buffer, [])
-            if view.buffer not in private or readers[view.buffer] != [index] or not at or not _is_near(at, index):
+            name, at = view.buffer, writers.get(view.buffer, [])
+            if name not in private or readers[name] != [index] or not at or not _is_near(at, index):
                 continue
-            parts = _parts(view.buffer, [left[each] for each in at], readers, private)
-            reader = left[index]
-            assert reader is not None
-            if parts and _may_move(parts, at, index, left) and (joined := _inlined(reader, view, parts)) is not None:
-                left[index] = joined
-                for each in at:
-                    left[each] = None
+            found = _parts(name, [left[each] for each in at], readers, private) if _reads_once(group, view) else []
+            if found and _may_move(found, at, index, left):
+                parts[name] = found
+        reader = left[index]
+        assert reader is not None
+        left[index] = joined = _inlined(reader, parts)
+        for name in joined.inlined.keys() & parts.keys():
+            for each in writers[name]:
+                left[each] = None
     return [group for group in left if group is not None]
 
 
@@ -60,21 +64,24 @@ def _parts(
     """The groups as the parts of a buffer that they compute; empty if they do anything else or do not cover it."""
     results: list[tuple[Group, View]] = []
     for group in groups:
-        if group is None or not (group.is_elementwise or is_gather(group)):
+        if group is None or not (group.is_elementwise or _is_readable_pick(group.calls[0])):
             return []
         stored = [view for view in group.writes if view.buffer not in private or view.buffer in readers]
         if len(stored) != 1 or stored[0] != group.calls[-1].outputs[0] or stored[0].buffer != buffer:
             return []
         results.append((group, stored[0]))
-    if len(results) == 1:
-        ((group, view),) = results
-        whole = view.is_contiguous and view.offset == 0
-        return [Part(group, 1, view.numel, 0, 1)] if whole and is_gather(group) else []
-    return _split(results)
+    if len(results) > 1:
+        return _split(results)
+    ((group, view),) = results
+    if not is_pick(group.calls[0]):
+        return []
+    out = pick_of(group.calls[0]).out
+    return [Part(group, 1, view.numel, 0, 1)] if out.is_contiguous and out.offset == 0 else []
 
 
-def is_gather(group: Group) -> bool:
-    return group.calls[0].kernel == GATHER
+def _is_readable_pick(call: KernelCall) -> bool:
+    """Whether a call picks elements of a table that has some, and so can be read at any coordinate 0."""
+    return is_pick(call) and call.inputs[0].numel > 0
 
 
 def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
@@ -116,12 +123,25 @@ def _may_move(parts: Sequence[Part], at: Sequence[int], index: int, left: Sequen
     return all(group is None or group.written_buffers.isdisjoint(read) for group in between)
 
 
-def _inlined(reader: Group, view: View, parts: list[Part]) -> Group | None:
-    """The reader that computes the parts where it reads `view`; None if it reads other elements too, or too much."""
-    places = [place_of(each) for each in reader.reads if each.buffer == view.buffer]
-    if len(places) != 1 or 0 in places[0].strides or numel(places[0].sizes) != reader.numel:
-        return None
-    joined = Group(reader.calls, reader.reads, reader.writes, {**reader.inlined, view.buffer: parts})
+def _reads_once(group: Group, view: View) -> bool:
+    """Whether a group reads each element of a view's buffer once, and by no other view."""
+    places = [place_of(each) for each in group.reads if each.buffer == view.buffer]
+    return len(places) == 1 and 0 not in places[0].strides and numel(places[0].sizes) == group.numel
+
+
+def _inlined(reader: Group, parts: Mapping[str, Sequence[Part]]) -> Group:
+    """The reader that computes parts itself: those of all buffers, or if these are too many, of the first that fit."""
+    joined = _reading(reader, parts)
+    if joined is not None:
+        return joined
+    for name, each in parts.items():
+        reader = _reading(reader, {name: each}) or reader
+    return reader
+
+
+def _reading(reader: Group, parts: Mapping[str, Sequence[Part]]) -> Group | None:
+    """The reader that computes parts of some more buffers itself; None if its kernel would exceed the limits."""
+    joined = Group(reader.calls, reader.reads, reader.writes, {**reader.inlined, **parts})
     too_many = len(joined.loads) > MAX_READS or len(all_calls(joined)) > MAX_CALLS
     return None if too_many else joined
 
@@ -129,15 +149,20 @@ def _inlined(reader: Group, view: View, parts: list[Part]) -> Group | None:
 def all_calls(group: Group) -> list[KernelCall]:
     """The element-wise calls of a group and of the parts that it computes."""
     inner = [call for parts in group.inlined.values() for part in parts for call in all_calls(part.group)]
-    return [call for call in (*group.calls, *inner) if call.kernel != GATHER]
+    return [call for call in (*group.calls, *inner) if not is_pick(call)]
 
 
-def gathered(call: KernelCall) -> tuple[View, View, int, int]:
-    """The table and the index of a gather, both walked in the order of its result, and the table's step and size.
+def picks_of(group: Group) -> list[Pick]:
+    """The elements that a group, and the parts that it computes, pick from tables."""
+    parts = [part.group for parts in group.inlined.values() for part in parts]
+    own = [pick_of(each.calls[0]) for each in parts if is_pick(each.calls[0])]
+    return [*own, *(pick for each in parts for pick in picks_of(each))]
 
-    Element e of the result is the table's element e, plus `step` for each row that index element e counts.
-    """
-    x, index = call.inputs
-    dim, shape = call.params["dim"], call.outputs[0].shape
-    strides = tuple(0 if at == dim else stride for at, stride in enumerate(x.strides))
-    return View(x.buffer, shape, strides, x.offset, x.dtype), index, x.strides[dim], x.shape[dim]
+
+def loaded_bytes(group: Group) -> int:
+    """Bytes that a group loads, of a table no more than what is picked from it."""
+    picked: Counter[View] = Counter()
+    for pick in picks_of(group):
+        picked[pick.table] += distinct_bytes(pick.out)
+    sizes = {view: distinct_bytes(view) for view in group.loads}
+    return sum(min(size, picked.get(view, size)) for view, size in sizes.items())

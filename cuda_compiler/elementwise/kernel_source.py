@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, place_of
-from cuda_compiler.elementwise.inlining import all_calls, gathered, is_gather
+from cuda_compiler.elementwise.inlining import all_calls, loaded_bytes
+from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
 from cuda_compiler.specialization.c_text import TYPES, expression, float_text, index_type, int_text, offset_text
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import check_grid, groups
@@ -45,7 +46,7 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
         launch.params(),
         last.node,
         sum(call.flops for call in group.calls),
-        sum(distinct_bytes(view) for view in (*group.loads, *stored)),
+        loaded_bytes(group) + sum(distinct_bytes(view) for view in stored),
     )
 
 
@@ -140,7 +141,10 @@ def group_text(
     ]
     body = _Body(inputs)
     for index, view in enumerate(group.reads):
-        if view.buffer in group.inlined:
+        pick = _pick_of_vectors(group, view, width)
+        if pick is not None:
+            _read_picked(body, pick, view, index, bound)
+        elif view.buffer in group.inlined:
             kind = _element_kind(view)
             body.lane += [f"{kind} x{index};", *_inlined(body, group, view, f"x{index}", "(first + lane)", 0)]
             body.values[place_of(view)] = (f"x{index}", kind == "int")
@@ -241,15 +245,11 @@ def _inlined(body: _Body, group: Group, view: View, variable: str, number: str, 
 
 def _element(body: _Body, group: Group, variable: str, number: str, depth: int) -> list[str]:
     """The statements that compute one element, with row-major number `number`, of a group's last result."""
-    if is_gather(group):
-        table, index, step, size = gathered(group.calls[0])
-        source, nothing = body.inputs[group.reads[0]], "NAN_F" if is_float(table.dtype) else "0"
-        convert = "to_float" if is_float(table.dtype) else "to_int"
-        return [
-            f"const index_t picked = unsigned({body.inputs[index]}[{offset_text(index, number)}]);",
-            f"{variable} = picked < {size}u"
-            f" ? {convert}({source}[{offset_text(table, number)} + picked * {step}u]) : {nothing};",
-        ]
+    if is_pick(group.calls[0]):
+        pick = pick_of(group.calls[0])
+        lines, offset, condition = _picked_place(body, pick, number, "picked")
+        value = f"{_conversion(pick.table)}({body.inputs[pick.table]}[{' + '.join(offset)}])"
+        return [*lines, f"{variable} = {f'{condition} ? {value} : {_missing(pick.table)}' if condition else value};"]
     inner = _Body(body.inputs, body.functions)
     for each, view in enumerate(group.reads):
         name, kind = f"x{depth}_{each}", _element_kind(view)
@@ -263,6 +263,66 @@ def _element(body: _Body, group: Group, variable: str, number: str, depth: int) 
         _compute(inner, call, each, rounds=False, stem=f"v{depth}_")
     value = inner.values[place_of(group.calls[-1].outputs[0])][0]
     return [*inner.lane, f"{variable} = {value};"]
+
+
+def _picked_place(body: _Body, pick: Pick, number: str, name: str) -> tuple[list[str], list[str], str]:
+    """The place in its table of a picked element: statements that find its coordinates, and what depends on these.
+
+    Args:
+        number: The C expression of the element's row-major number.
+        name: The C variable that gets the picked coordinate; the beginning of its name if there are several.
+
+    Returns:
+        The statements, the terms of the offset in the table, that of coordinate 0 first, and the C condition that the
+        coordinates are in range, empty if they are known to be.
+    """
+    lines, offset, conditions = [], [offset_text(pick.walk, number)], []
+    for turn, dim in enumerate(pick.dims):
+        picked = name if len(pick.dims) == 1 else f"{name}_{turn}"
+        index = f"{body.inputs[dim.operand]}[{offset_text(dim.walk, number)}]"
+        if dim.wraps:
+            lines.append(f"const int signed_{picked} = {index};")
+            index = f"signed_{picked} < 0 ? signed_{picked} + {dim.size} : signed_{picked}"
+        lines.append(f"const index_t {picked} = unsigned({index});")
+        offset.append(f"{picked} * {dim.step}u")
+        conditions.append(f"{picked} < {dim.size}u")
+    return lines, offset, "" if pick.checked else " && ".join(conditions)
+
+
+def _pick_of_vectors(group: Group, view: View, width: int) -> Pick | None:
+    """The pick whose result a group reads by `view`, if a thread's elements are consecutive in the table; else None."""
+    parts = group.inlined.get(view.buffer, ())
+    if width == 1 or len(parts) != 1 or not is_pick(parts[0].group.calls[0]):
+        return None
+    pick, place = pick_of(parts[0].group.calls[0]), place_of(view)
+    in_order = place.strides == (1,) and place.offset == 0
+    aligned = _access(place_of(pick.walk), width) == "vector" and all(dim.step % width == 0 for dim in pick.dims)
+    of_one = all(_access(place_of(dim.walk), width) == "repeated" for dim in pick.dims)
+    return pick if in_order and aligned and of_one else None
+
+
+def _read_picked(body: _Body, pick: Pick, view: View, index: int, bound: str) -> None:
+    """Append the statements that read a thread's elements of a pick as one vector."""
+    lines, (start, *steps), condition = _picked_place(body, pick, "first", f"picked{index}")
+    table, kind = body.inputs[pick.table], TYPES[pick.table.dtype]
+    moved, value = " + ".join(steps), f"{_conversion(pick.table)}(pack{index}.item[lane])"
+    if condition:
+        lines.append(f"const bool found{index} = {condition};")
+        moved, value = f"(found{index} ? {moved} : 0u)", f"found{index} ? {value} : {_missing(pick.table)}"
+    body.before += lines
+    body.before.append(f"const Pack<{kind}, {bound}> pack{index} = load_pack<{bound}>({table} + {start} + {moved});")
+    body.lane.append(f"const {_element_kind(view)} x{index} = {value};")
+    body.values[place_of(view)] = (f"x{index}", not is_float(view.dtype))
+
+
+def _conversion(view: View) -> str:
+    """The C function that converts an element of a view to the type in which kernels compute with it."""
+    return "to_float" if is_float(view.dtype) else "to_int"
+
+
+def _missing(table: View) -> str:
+    """The C value of an element that is picked from outside of a table."""
+    return "NAN_F" if is_float(table.dtype) else "0"
 
 
 def _read(body: _Body, view: View, index: int, width: int, bound: str) -> None:
@@ -279,8 +339,8 @@ def _read(body: _Body, view: View, index: int, width: int, bound: str) -> None:
         item = f"item{index}"
     else:
         item = f"{source}[{offset_text(view, '(first + lane)')}]"
-    convert, kind = ("to_float", "float") if is_float(view.dtype) else ("to_int", "int")
-    body.lane.append(f"const {kind} x{index} = {convert}({item});")
+    kind = _element_kind(view)
+    body.lane.append(f"const {kind} x{index} = {_conversion(view)}({item});")
     body.values[place] = (f"x{index}", kind == "int")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuda_compiler.elementwise.inlining import GATHER
+from cuda_compiler.elementwise.picks import is_pick
 from cuda_compiler.op_classify import is_elementwise
 from npu_compiler.program.elementwise import elementwise_kernel_name
 from npu_compiler.program.kernels import KernelCall
@@ -30,7 +30,7 @@ def open_softmaxes(plan: ExecutionPlan) -> ExecutionPlan:
     computed = {
         call.outputs[0].buffer
         for call in plan.calls
-        if (is_elementwise(call) or call.kernel == GATHER) and readers.get(call.outputs[0].buffer) == 1
+        if (is_elementwise(call) or is_pick(call)) and readers.get(call.outputs[0].buffer) == 1
     }
     calls: list[KernelCall] = []
     buffers = dict(plan.buffers)

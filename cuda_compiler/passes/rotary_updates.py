@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from cuda_compiler.elementwise.inlining import GATHER
+from cuda_compiler.elementwise.picks import is_pick
 from cuda_compiler.rules.attention import paged_attention
 from cuda_compiler.rules.rotary import by_heads, rotary_kernel, shown_heads
 from cuda_compiler.specialization.specializer import Specializer
@@ -65,11 +65,11 @@ def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:
 def _may_start_before(attention: KernelCall, update: KernelCall, runs: KernelCall | None) -> bool:
     """Whether attention may start while `runs`, the call before the rotary embedding, still runs.
 
-    `runs` must be neither element-wise nor a gather, since such a call may still be fused with another one, so what
-    runs then is not known. Any other call is still directly before the update in the end: later passes replace it by
-    kernels at its place, which write floats besides if a prologue is joined.
+    `runs` must be neither element-wise nor a call that picks elements, since such a call may still be fused with
+    another one, so what runs then is not known. Any other call is still directly before the update in the end: later
+    passes replace it by kernels at its place, which write floats besides if a prologue is joined.
     """
-    if runs is None or elementwise_kernel(runs) is not None or runs.kernel == GATHER:
+    if runs is None or elementwise_kernel(runs) is not None or is_pick(runs):
         return False
     return not (_read_early(attention, update) | _written(update)) & _written(runs)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from cuda_compiler.elementwise.grouping import Group
+from cuda_compiler.elementwise.inlining import loaded_bytes
 from cuda_compiler.elementwise.kernel_source import group_text
 from cuda_compiler.rules.channel_packs import PACK, is_packed
 from cuda_compiler.rules.rows import HELD_PACKS, held_packs, shared_pack, small_teams_for, teams_for
@@ -116,7 +117,8 @@ def rows_with_prologue(make: Specializer, call: KernelCall, prologue: Group, sto
         definitions="\n".join(definitions),
     )
     flops = call.flops + sum(each.flops for each in prologue.calls)
-    moved = sum(distinct_bytes(view) for view in (*fused.inputs, *fused.outputs))
+    own = [view for view in others.values() if view is not None]
+    moved = loaded_bytes(prologue) + sum(distinct_bytes(view) for view in (*own, *fused.outputs))
     return replace(fused, flops=flops, bytes_moved=moved)
 
 
