@@ -35,6 +35,7 @@ _FEW_TAPS = 25
 # Convolutions in narrow groups: most channels of a group; input channels and pixels of a block, its threads.
 _NARROW, _GROUP_FORMS, _GROUP_THREADS = 64, ((64, 112), (32, 112), (64, 224), (128, 64)), 128
 _CLUSTER = 8  # blocks that share an image
+_EXCITE_BLOCK = 512  # threads of each; two blocks fit on a multiprocessor, so that sixteen images are processed at once
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
 ROW_BYTES = 128  # of a row of terms in a step of a tile
 
@@ -485,8 +486,8 @@ def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
     x, squeeze, *others = call.inputs
     squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
     excite, excite_bias = others.pop(0), others[0] if call.params["excite_bias"] else None
-    packs = x.shape[1] // PACK
-    threads = _BLOCK if packs <= _BLOCK // 2 else 2 * _BLOCK
+    lines = _EXCITE_BLOCK // (x.shape[1] // PACK)
+    shared = 4 * ((lines + 2) * x.shape[1] + excite.shape[1])
     return [
         make.kernel(
             call,
@@ -500,8 +501,10 @@ def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
             },
             outputs={"out": call.outputs[0]},
             grid=(x.shape[0], 1, _CLUSTER),
-            block=(threads, 1, 1),
+            block=(_EXCITE_BLOCK, 1, 1),
+            shared=shared,
             constants={"blocks": _CLUSTER},
+            min_blocks=2,
             cluster=_CLUSTER,
         )
     ]

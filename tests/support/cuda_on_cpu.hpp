@@ -23,6 +23,7 @@ using std::isnan, std::max, std::min;
 #define __constant__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct Size { unsigned x, y, z; };
@@ -53,6 +54,7 @@ struct CpuBlock {
     CpuMeeting all;
     std::vector<CpuWarp> warps;
     std::map<unsigned, CpuMeeting> named;
+    CpuMeeting *cluster;
     char *shared;
     int some;
 };
@@ -70,6 +72,7 @@ static CpuThread *cpu_current;
 static jmp_buf cpu_main;
 static void (*cpu_body)();
 static unsigned cpu_shared_bytes;
+static int cpu_cluster_step;  // bytes from a block's shared memory to that of the next one of its cluster
 
 static void cpu_go_on_with(CpuThread *next) {
     cpu_current = next;
@@ -106,7 +109,7 @@ static CpuWarp &cpu_warp() { return cpu_current->block->warps[threadIdx.x / 32];
 static void cpu_thread() {
     cpu_body();
     CpuThread *const own = cpu_current;
-    for (CpuMeeting *meeting : {&own->block->all, &cpu_warp().turn}) {  // nobody expects it any more
+    for (CpuMeeting *meeting : {&own->block->all, own->block->cluster, &cpu_warp().turn}) {  // nobody expects it any more
         meeting->expected--;
         meeting->end_if_complete();
     }
@@ -157,7 +160,7 @@ static void cpu_run(std::vector<CpuBlock> &blocks, unsigned threads) {
     munmap(stacks, count * stack);
 }
 
-// Launches a kernel: its blocks one after the other, or `together`.
+// Launches a kernel: its blocks one after the other, or `together`. Then those along z form a cluster.
 static void cpu_launch(void (*body)(), Size grid, unsigned threads, unsigned shared, bool together) {
     cpu_body = body;
     cpu_shared_bytes = shared;
@@ -167,13 +170,18 @@ static void cpu_launch(void (*body)(), Size grid, unsigned threads, unsigned sha
     const unsigned at_a_time = together ? count : 1;
     const size_t memory_bytes = (size_t(shared) + 1023) / 1024 * 1024;  // of a block, aligned as wide as kernels ask for
     char *const memory = shared > 0 ? cpu_low_memory(memory_bytes * at_a_time) : nullptr;
+    const unsigned cluster_count = grid.x * grid.y;
+    cpu_cluster_step = int(cluster_count * memory_bytes);
     for (unsigned first = 0; first < count; first += at_a_time) {
         std::vector<CpuBlock> blocks(at_a_time);
+        std::vector<CpuMeeting> clusters(cluster_count);
         for (unsigned i = 0; i < at_a_time; i++) {
             const unsigned number = first + i;
             CpuBlock &block = blocks[i];
             block.index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
             block.all.expected = threads;
+            block.cluster = &clusters[number % cluster_count];
+            block.cluster->expected += threads;
             block.warps.resize((threads + 31) / 32);
             block.shared = memory + i * memory_bytes;
             for (unsigned thread = 0; thread < threads; thread++) {
@@ -192,6 +200,10 @@ static char *cpu_shared() { return cpu_current->block->shared; }
 // What threads tell each other.
 static void __syncthreads() { cpu_meet(cpu_current->block->all); }
 static void __syncwarp() { cpu_meet(cpu_warp().turn); }
+static void cpu_meet_cluster() { cpu_meet(*cpu_current->block->cluster); }
+static unsigned cpu_address_in(unsigned block, unsigned own) {
+    return own + (int(block) - int(blockIdx.z)) * cpu_cluster_step;
+}
 static void cpu_meet(unsigned number, unsigned threads) {
     CpuMeeting &meeting = cpu_current->block->named[number];
     meeting.expected = threads;

@@ -1,8 +1,8 @@
 """Runs generated CUDA kernels on the CPU: compiled as C++, with a coroutine for each thread of a block.
 
 For small grids. Kernels are compiled as for GPUs before Ampere; resident ones, whose blocks run at the same time, for a
-compute capability of one's choice. `cuda_on_cpu.hpp` has what they use of CUDA, and here each instruction of PTX has
-its C++.
+compute capability of one's choice; those in clusters, whose blocks do so too, for Hopper. `cuda_on_cpu.hpp` has what
+they use of CUDA, and here each instruction of PTX has its C++.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from npu_compiler.target_config import CUDA_GPU
 from npu_runtime import CPUBackend, Operand
 from npu_runtime.backend import Launch
 
+_CLUSTERS_FROM = 90  # the first compute capability, times 10, that has clusters
 _COMPILER = ("g++", "-std=c++20", "-w", "-fPIC", "-fvisibility=hidden")
 _SHIM = Path(__file__).with_suffix(".hpp")
 _ASSEMBLY = re.compile(r"\basm(?: volatile)?\(")
@@ -42,6 +43,7 @@ _OPERAND = re.compile(r'"([=+]?)\w+"\s*(?=\()')
 _INSTRUCTIONS = {
     "bar.sync": "cpu_meet(%0, %1)",
     "bar.sync 1, %0": "cpu_meet(1, %0)",
+    "barrier.cluster.arrive": "cpu_meet_cluster()",
     "cp.async.bulk.prefetch": "",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes": "cpu_copy_bulk(%0, %1, %2, %3)",
     "cp.async.ca.shared.global": "cpu_copy(%0, %1, %2, %3)",
@@ -70,8 +72,14 @@ _INSTRUCTIONS = {
     "ld.relaxed.gpu.global.v2.b64": (
         "cpu_yield(), %0 = cpu_at<unsigned long long>(%2), %1 = (&cpu_at<unsigned long long>(%2))[1]"
     ),
+    "ld.shared::cluster.f32": "%0 = cpu_at<float>(%1)",
+    "ld.shared::cluster.v4.f32": (
+        "%0 = cpu_at<float>(%4), %1 = cpu_at<float>((%4) + 4), "
+        "%2 = cpu_at<float>((%4) + 8), %3 = cpu_at<float>((%4) + 12)"
+    ),
     "ld.shared.f32": "%0 = cpu_at<float>(%1)",
     "ld.shared.u32": "%0 = cpu_at<unsigned>(%1)",
+    "mapa.shared::cluster.u32": "%0 = cpu_address_in(%2, %1)",
     "mbarrier.arrive.expect_tx.shared.b64": "cpu_arrive(%0, %1)",
     "mbarrier.arrive.shared.b64": "cpu_arrive(%0)",
     "mbarrier.init": "cpu_start_barrier(%0, %1)",
@@ -90,6 +98,7 @@ _INSTRUCTIONS = {
     "st.relaxed.gpu.global.u16": "cpu_at<unsigned short>(%0) = %1",
     "st.relaxed.gpu.global.v2.b64": "cpu_at<unsigned long long>(%0) = %1, (&cpu_at<unsigned long long>(%0))[1] = %2",
     "st.release.cta.shared.u32": "cpu_at<unsigned>(%0) = %1",
+    "st.shared::cluster.f32": "cpu_at<float>(%0) = %1",
     "st.shared.u32": "cpu_at<unsigned>(%0) = %1",
     "st.shared.v2.b32": "cpu_at<unsigned>(%0) = %1, (&cpu_at<unsigned>(%0))[1] = %2",
     "st.shared.v2.u32 [%0], {%1, %1};": "cpu_at<unsigned>(%0) = %1, (&cpu_at<unsigned>(%0))[1] = %1",
@@ -201,13 +210,15 @@ def _run(
         pytest.skip("needs g++")
     launch = kernel_launch_of(call)
     is_resident = launch.kind is LaunchKind.RESIDENT
+    in_clusters = "__global__ void CLUSTER(" in source
     library = folder / f"{call.source}.so"
     if not library.exists():
         types = [TYPES[view.dtype] for view in (*call.inputs, *call.outputs)]
         arguments = ", ".join(f"({kind} *)cpu_operands[{at}]" for at, kind in enumerate(types))
         if is_resident:
             arguments = "*(const Operands *)cpu_operands"
-        architecture = f"#define __CUDA_ARCH__ {10 * capability}\n" if is_resident else ""
+        version = capability if is_resident else _CLUSTERS_FROM
+        architecture = f"#define __CUDA_ARCH__ {10 * version}\n" if is_resident or in_clusters else ""
         text = _translated(source).replace(_NO_PRODUCT, _BYTE_PRODUCT)
         for shared, text_of_it in _SHARED:
             text = shared.sub(text_of_it, text)
@@ -221,7 +232,7 @@ def _run(
     operands = (ctypes.c_void_p * len(addresses))(*addresses)
     assert launch.block[1:] == (1, 1)
     grid = (ctypes.c_uint * 3)(*((blocks, 1, 1) if is_resident else launch.grid))
-    ctypes.CDLL(str(library)).launch(operands, grid, launch.block[0], launch.shared, is_resident)
+    ctypes.CDLL(str(library)).launch(operands, grid, launch.block[0], launch.shared, is_resident or in_clusters)
 
 
 @functools.cache

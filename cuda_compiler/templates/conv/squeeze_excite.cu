@@ -1,6 +1,7 @@
 // out = x · gate(excite · activate(squeeze · mean(x) + squeeze_bias) + excite_bias), the factors one for each channel of an
-// image. x and out are channels-last. The `blocks` blocks of a cluster share an image: each sums its pixels, finds its share
-// of the means, of the hidden values and of the factors, which it hands to the others, and multiplies its pixels.
+// image. x and out are channels-last. The `blocks` blocks of a cluster share an image: each sums its pixels, finds the means
+// from everybody's sums, computes its share of the hidden values and of the factors, which it hands to the others, and
+// multiplies its pixels.
 
 #include "common/cluster.cuh"
 
@@ -13,13 +14,47 @@ constexpr int PACKS = CHANNELS / PACK;
 constexpr int LINES = THREADS / PACKS;  // pixels that a block has at a time
 constexpr int OWN_CHANNELS = (CHANNELS + blocks - 1) / blocks;
 constexpr int OWN_HIDDEN = (HIDDEN + blocks - 1) / blocks;
-static_assert(LINES > 0, "");
+static_assert(LINES > 0 && WARP % blocks == 0, "");
+
+// Brings the rows of a matrix that a block will multiply with nearer.
+template <typename T>
+__device__ __forceinline__ void prefetch_rows(const T *matrix, int first, int rows, int end, int width) {
+    constexpr int LINE = 128 / sizeof(T);
+    const int count = min(rows, end - first) * width;
+    for (int at = int(threadIdx.x) * LINE; at < count; at += THREADS * LINE) {
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(matrix + first * width + at));
+    }
+}
+
+// The sum over `lanes` lanes side by side of the products of a row with a vector in shared memory.
+template <int lanes, int width, typename T>
+__device__ __forceinline__ float row_product(const T *row, const float *vector) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int first = 0; first < width; first += lanes * PACK) {
+        const int term = first + int(threadIdx.x) % lanes * PACK;
+        if (term < width) {
+            float weights[PACK];
+            load_floats(weights, row + term);
+#pragma unroll
+            for (int j = 0; j < PACK; j++) {
+                sum = fmaf(weights[j], vector[term + j], sum);
+            }
+        }
+    }
+#pragma unroll
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    return sum;
+}
 
 WAITING_KERNEL(squeeze_excite) {
-    __shared__ float sums[LINES][CHANNELS];
-    __shared__ float means[CHANNELS];
-    __shared__ float hidden[HIDDEN_PADDED];
-    __shared__ float factors[CHANNELS];
+    extern __shared__ __align__(16) float memory[];
+    float *const sums = memory;  // [LINES][CHANNELS]
+    float *const means = sums + LINES * CHANNELS;
+    float *const factors = means + CHANNELS;
+    float *const hidden = factors + CHANNELS;
     const int own = int(blockIdx.z);
     const int first = PIXELS * own / blocks;
     const int end = PIXELS * (own + 1) / blocks;
@@ -29,6 +64,8 @@ WAITING_KERNEL(squeeze_excite) {
     for (int i = HIDDEN + int(threadIdx.x); i < HIDDEN_PADDED; i += THREADS) {
         hidden[i] = 0.0f;
     }
+    prefetch_rows(squeeze, own * OWN_HIDDEN, OWN_HIDDEN, HIDDEN, CHANNELS);
+    prefetch_rows(excite, own * OWN_CHANNELS, OWN_CHANNELS, CHANNELS, HIDDEN_PADDED);
     begin_in_turn();
     if (line < LINES) {
         float sum[PACK] = {};
@@ -43,7 +80,7 @@ WAITING_KERNEL(squeeze_excite) {
         }
 #pragma unroll
         for (int i = 0; i < PACK; i++) {
-            sums[line][channel + i] = sum[i];
+            sums[line * CHANNELS + channel + i] = sum[i];
         }
     }
     __syncthreads();
@@ -51,40 +88,34 @@ WAITING_KERNEL(squeeze_excite) {
         float sum = 0.0f;
 #pragma unroll
         for (int each = 0; each < LINES; each++) {
-            sum += sums[each][i];
+            sum += sums[each * CHANNELS + i];
         }
-        sums[0][i] = sum;
+        sums[i] = sum;
     }
     cluster_barrier();
-    for (int i = threadIdx.x; i < OWN_CHANNELS; i += THREADS) {
-        const int mine = own * OWN_CHANNELS + i;
-        if (mine < CHANNELS) {
+    for (int i = int(threadIdx.x) * 4; i < CHANNELS; i += THREADS * 4) {
+        float parts[blocks][4];
+#pragma unroll
+        for (unsigned other = 0; other < blocks; other++) {
+            read_four_from(parts[other], other, &sums[i]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
             float sum = 0.0f;
 #pragma unroll
             for (unsigned other = 0; other < blocks; other++) {
-                sum += read_from(other, &sums[0][mine]);
+                sum += parts[other][k];
             }
-#pragma unroll
-            for (unsigned other = 0; other < blocks; other++) {
-                write_to(other, &means[mine], sum / float(PIXELS));
-            }
+            means[i + k] = sum / float(PIXELS);
         }
     }
-    cluster_barrier();
+    __syncthreads();
     const int lane = threadIdx.x % WARP;
+#pragma unroll 2
     for (int i = threadIdx.x / WARP; i < OWN_HIDDEN; i += THREADS / WARP) {
         const int mine = own * OWN_HIDDEN + i;
         if (mine < HIDDEN) {
-            float sum = 0.0f;
-            for (int term = lane * PACK; term < CHANNELS; term += WARP * PACK) {
-                float weights[PACK];
-                load_floats(weights, squeeze + mine * CHANNELS + term);
-#pragma unroll
-                for (int j = 0; j < PACK; j++) {
-                    sum = fmaf(weights[j], means[term + j], sum);
-                }
-            }
-            sum = warp_sum(sum);
+            float sum = row_product<WARP, CHANNELS>(squeeze + mine * CHANNELS, means);
             if constexpr (Squeeze_bias::present) {
                 sum += to_float(squeeze_bias[mine * Squeeze_bias::stride(0)]);
             }
@@ -94,26 +125,18 @@ WAITING_KERNEL(squeeze_excite) {
         }
     }
     cluster_barrier();
-    for (int i = threadIdx.x; i < OWN_CHANNELS; i += THREADS) {
+    // As many lanes have a row as there are blocks, and each hands the factor to one of them. All lanes of a warp stay together.
+    constexpr int TOGETHER = WARP / blocks;
+#pragma unroll 2
+    for (int i = int(threadIdx.x) / blocks; i < (OWN_CHANNELS + TOGETHER - 1) / TOGETHER * TOGETHER; i += THREADS / blocks) {
         const int mine = own * OWN_CHANNELS + i;
-        if (mine < CHANNELS) {
-            float sum = 0.0f;
-#pragma unroll 4
-            for (int term = 0; term < HIDDEN_PADDED; term += PACK) {
-                float weights[PACK];
-                load_floats(weights, excite + mine * HIDDEN_PADDED + term);
-#pragma unroll
-                for (int j = 0; j < PACK; j++) {
-                    sum = fmaf(weights[j], hidden[term + j], sum);
-                }
-            }
+        const bool exists = i < OWN_CHANNELS && mine < CHANNELS;
+        float sum = row_product<blocks, HIDDEN_PADDED>(excite + (exists ? mine : 0) * HIDDEN_PADDED, hidden);
+        if (exists) {
             if constexpr (Excite_bias::present) {
                 sum += to_float(excite_bias[mine * Excite_bias::stride(0)]);
             }
-#pragma unroll
-            for (unsigned other = 0; other < blocks; other++) {
-                write_to(other, &factors[mine], gate(sum));
-            }
+            write_to(threadIdx.x % blocks, &factors[mine], gate(sum));
         }
     }
     cluster_barrier();
@@ -123,8 +146,10 @@ WAITING_KERNEL(squeeze_excite) {
         for (int i = 0; i < PACK; i++) {
             own_factors[i] = factors[channel + i];
         }
+        // The pixels that were read last, which the caches still hold, come first.
+        const int steps = (end - first - line + LINES - 1) / LINES;
 #pragma unroll 8
-        for (int pixel = first + line; pixel < end; pixel += LINES) {
+        for (int pixel = first + line + (steps - 1) * LINES; pixel >= first; pixel -= LINES) {
             const index_t at = image + index_t(pixel) * CHANNELS + channel;
             float values[PACK];
             load_floats(values, x + at);
