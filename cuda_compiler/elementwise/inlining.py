@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, place_of
 from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
+from cuda_compiler.rules.movement import is_transposing
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View, numel
 
@@ -43,7 +45,8 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
             if name not in private or readers[name] != [index] or not at or not _is_near(at, index):
                 continue
             found = _parts(name, [left[each] for each in at], readers, private) if _reads_once(group, view) else []
-            if found and _may_move(found, at, index, left):
+            tiled = _picks(found) and _is_transposing(group)
+            if found and not tiled and _may_move(found, at, index, left):
                 parts[name] = found
         reader = left[index]
         assert reader is not None
@@ -121,6 +124,16 @@ def _may_move(parts: Sequence[Part], at: Sequence[int], index: int, left: Sequen
     read = {view.buffer for part in parts for view in part.group.loads}
     between = [left[each] for each in range(min(at), index + 1) if each not in at]
     return all(group is None or group.written_buffers.isdisjoint(read) for group in between)
+
+
+def _picks(parts: Sequence[Part]) -> bool:
+    return any(is_pick(part.group.calls[0]) for part in parts)
+
+
+def _is_transposing(group: Group) -> bool:
+    """Whether a group is one copy that goes by square tiles, which it reads from memory."""
+    decl = elementwise_kernel(group.calls[0])
+    return len(group.calls) == 1 and decl is not None and decl.op.name == "copy" and is_transposing(group.calls[0])
 
 
 def _reads_once(group: Group, view: View) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuda_compiler.specialization.gpu import MAX_GRID, WARP
-from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
@@ -57,6 +57,33 @@ def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
     None if a plain copy is as fast: for few elements, or if one dimension is contiguous in both; or if the copy
     converts.
     """
+    views = _squares(call)
+    if views is None:
+        return None
+    source, target = views
+    packs = {"in_pack": _side_by_side(source), "out_pack": _side_by_side(target.transpose(-1, -2))}
+    return make.kernel(
+        call,
+        "movement/transpose.cu",
+        function="transpose",
+        inputs={"x": source},
+        outputs={"out": target},
+        grid=_square_counts(source),
+        block=(_BLOCK, 1, 1),
+        constants=packs,
+    )
+
+
+def is_transposing(call: KernelCall) -> bool:
+    """Whether `transposing_copy` has a kernel for a copy."""
+    return _squares(call) is not None
+
+
+def _squares(call: KernelCall) -> tuple[View, View] | None:
+    """A copy's operand and result as [..., rows, columns], side by side in memory along columns and rows.
+
+    None if the copy need not go by square tiles.
+    """
     (x,), (out,) = call.inputs, call.outputs
     if x.dtype != out.dtype or itemsize(x.dtype) > 4 or x.numel < _FEW:
         return None
@@ -71,20 +98,14 @@ def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
         replace(view, shape=tuple(sizes), strides=tuple(steps)).permute(order)
         for view, steps in ((x, x_steps), (out, out_steps))
     )
-    squares = (groups(sizes[column], _EDGE), groups(sizes[row], _EDGE), numel(source.shape[:-2]))
-    if squares[1] > MAX_GRID[1] or squares[2] > MAX_GRID[2]:
-        return None
-    packs = {"in_pack": _side_by_side(source), "out_pack": _side_by_side(target.transpose(-1, -2))}
-    return make.kernel(
-        call,
-        "movement/transpose.cu",
-        function="transpose",
-        inputs={"x": source},
-        outputs={"out": target},
-        grid=squares,
-        block=(_BLOCK, 1, 1),
-        constants=packs,
-    )
+    fits = all(count <= most for count, most in zip(_square_counts(source), MAX_GRID, strict=True))
+    return (source, target) if fits else None
+
+
+def _square_counts(source: View) -> Size3:
+    """The number of squares along columns and rows of a copy's operand, and of its matrices."""
+    *outer, rows, columns = source.shape
+    return groups(columns, _EDGE), groups(rows, _EDGE), numel(tuple(outer))
 
 
 def _side_by_side(view: View) -> int:

@@ -180,6 +180,13 @@ def test_a_concatenation_of_picked_elements_and_others_is_read_where_it_is_used(
     torch.testing.assert_close(result(program, tmp_path, [index, x, first, y]), expected)
 
 
+def test_a_large_copy_in_another_order_reads_stored_elements() -> None:
+    g = IRBuilder()
+    picked = g("aten.index_select.default", g.input("x", 300, 256), 0, g.input("index", 300, dtype="int64"))
+    g.output(g("aten.reshape.default", g("aten.t.default", picked), [256 * 300]))
+    assert kernels(compiled(g.ir())) == ["index_select_kernel", "transpose"]
+
+
 class Resized(nn.Module):
     def __init__(self, size: tuple[int, int], corners: bool) -> None:
         super().__init__()
