@@ -166,7 +166,7 @@ def all_calls(group: Group) -> list[KernelCall]:
 
 
 def picks_of(group: Group) -> list[Pick]:
-    """The elements that a group, and the parts that it computes, pick from tables."""
+    """The picks among the parts that a group computes, and among their own parts."""
     parts = [part.group for parts in group.inlined.values() for part in parts]
     own = [pick_of(each.calls[0]) for each in parts if is_pick(each.calls[0])]
     return [*own, *(pick for each in parts for pick in picks_of(each))]
