@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_on_cpu import EmulatedBackend
 from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
 from drawn import drawn
@@ -66,3 +68,24 @@ def test_kernels_apply_activations_and_what_is_added_behind_them(name: str, seed
     weights = load_weights(module.state_dict(), program, backend)
     (result,) = Executor(program, backend).run(given, weights).values()
     torch.testing.assert_close(torch.from_numpy(result.to_numpy()), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_powers_are_those_of_torch(seed: int, tmp_path: Path) -> None:
+    """Kernels multiply where the exponent is 2 or 3, be it a number or an element of a tensor."""
+    draw, x = Random(seed), torch.linspace(-3, 3, 40)
+    number, exponents = draw.choice([2, 3, 2.0, 3.0]), torch.tensor([2.0, 3.0, draw.choice([0.0, 1.0, 4.0, -1.0])])
+
+    class Powers(nn.Module):
+        def forward(self, x: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+            return x**number, x[:, None] ** exponents
+
+    module, backend = Powers(), EmulatedBackend(tmp_path)
+    ir = extract_ir(module, (x, exponents), strict=False).to_dict()
+    program = npu_compiler.compile(ir, CUDACodegenTarget(), npu_compiler.CompileOptions(compute_dtype="float32"))
+    given = {
+        spec.name: NPUBuffer.from_numpy(value.numpy(), backend, spec=spec)
+        for spec, value in zip(program.input_specs, (x, exponents), strict=True)
+    }
+    found = Executor(program, backend).run(given, {}).values()
+    for result, expected in zip(found, module(x, exponents), strict=True):
+        torch.testing.assert_close(torch.from_numpy(result.to_numpy()), expected, rtol=1e-6, atol=0)
