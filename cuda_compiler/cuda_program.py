@@ -207,6 +207,8 @@ class Convolution:
         padding: Top, bottom, left, right.
         is_spread: Whether a window makes several pixels, as in transposed convolutions, which cuDNN is not asked for.
         residual_last: Whether the residual is added behind the activation, for which cuDNN is not asked either.
+        has_epilogue: Whether further element-wise ops follow, which cuDNN is not asked for; their operands are the
+            last inputs.
     """
 
     stride: tuple[int, ...]
@@ -218,6 +220,7 @@ class Convolution:
     has_residual: bool
     is_spread: bool = False
     residual_last: bool = False
+    has_epilogue: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,23 @@
 Given:   y = matmul(x, w) + b;  z = gelu(y);  c = conv2d(u, v);  d = leaky_relu(c, slope) + r
 Result:  z = gelu(matmul(x, w) + b);  d = leaky_relu(conv2d(u, v), slope) + r
 
+The kernels of products and convolutions have an activation and a residual. Those of convolutions compute further
+element-wise calls too, as the steps of an `Epilogue`, for which products become convolutions.
+
 Fusions of the graph find these only where no node stands between the two. Here, the reshapes and transposes between
 them have become views, so that only memory counts: the element-wise call must walk the result in its order in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.elementwise.grouping import place_of
+from cuda_compiler.passes.epilogue_steps import is_dense, is_run, residual_of, with_residual_computed, with_step
 from cuda_compiler.rules.channel_packs import single_pixels, single_taps
 from cuda_compiler.rules.conv import RESIDUAL_LAST
 from cuda_compiler.rules.matmul import VECTOR_ROWS
+from cuda_compiler.rules.norms import ROW_KERNELS
 from cuda_compiler.specialization.activations import activation_of
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.elementwise import elementwise_kernel
@@ -35,15 +39,105 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
     for index, call in enumerate(plan.calls):
         if not _may_grow(call):
             continue
-        grown = call
-        while (following := _next(grown, index, calls, uses)) is not None:
-            at, after = following
-            joined = _joined(grown, after)
-            if joined is None or not _may_move(joined, grown, index, at, calls, plan.buffers):
-                break
-            grown, calls[at] = joined, None
-        calls[index] = grown
+        around = _Surroundings(index, calls, uses, plan.buffers)
+        grown, taken = around.grown(call, _joined)
+        stepped, further = _with_steps(grown, around)
+        calls[index] = stepped
+        for at in (*taken, *further):
+            calls[at] = None
     return replace(plan, calls=[call for call in calls if call is not None])
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """A call's place in a plan.
+
+    Attributes:
+        index: The call's number.
+        calls: All calls; None where another call now computes what one did.
+    """
+
+    index: int
+    calls: Sequence[KernelCall | None]
+    uses: _Uses
+    buffers: Mapping[str, BufferAllocation]
+
+    def grown(
+        self, call: KernelCall, join: Callable[[KernelCall, KernelCall], KernelCall | None]
+    ) -> tuple[KernelCall, list[int]]:
+        """The call with the element-wise calls that follow it as its epilogue, as far as `join` allows.
+
+        Returns:
+            It, and the numbers of the calls that it now computes.
+        """
+        taken: list[int] = []
+        while (following := _next(call, self.index, self.calls, self.uses)) is not None:
+            at, after = following
+            joined = join(call, after)
+            if joined is None or not _may_move(joined, call, self.index, at, self.calls, self.buffers):
+                break
+            call = joined
+            taken.append(at)
+        return call, taken
+
+    def readers(self, view: View) -> list[KernelCall]:
+        """The calls that read a view's buffer."""
+        return [call for call in self.calls if call and any(each.buffer == view.buffer for each in call.inputs)]
+
+    def writer(self, view: View) -> int | None:
+        """The number of the element-wise call before this one that writes a view, if nothing else reads that.
+
+        None otherwise, or if the call could not be moved here.
+        """
+        name, written = view.buffer, set[str]()
+        if self.uses.reads.get(name) != 1 or self.uses.writes.get(name) != 1 or self.buffers[name].kind != "arena":
+            return None
+        for at in range(self.index - 1, max(-1, self.index - 1 - _REACH), -1):
+            before = self.calls[at]
+            outputs = {each.buffer for each in before.outputs} if before is not None else set()
+            if before is not None and name in outputs:
+                may_move = elementwise_kernel(before) and written.isdisjoint(each.buffer for each in before.inputs)
+                return at if may_move else None
+            written |= outputs
+        return None
+
+
+def _with_steps(call: KernelCall, around: _Surroundings) -> tuple[KernelCall, list[int]]:
+    """The call as a convolution that computes further element-wise calls, or as it is if that saves no kernel.
+
+    Returns:
+        It, and the numbers of the calls that it now computes.
+    """
+    is_product = call.kernel in _PRODUCTS
+    convolution = _convolution_of(call, around.buffers) if is_product else call
+    if convolution is None or convolution.kernel != _CONVOLUTION or is_product and _multiplies_faster_apart(call):
+        return call, []
+    grown, taken = around.grown(convolution, with_step)
+    if taken and not _is_end(grown, around, is_product):
+        grown, taken = convolution, []
+    while (residual := residual_of(grown)) is not None and (at := around.writer(residual)) is not None:
+        if [view.buffer for view in grown.inputs].count(residual.buffer) > 1:
+            break
+        before = around.calls[at]
+        assert before is not None
+        computed = with_residual_computed(grown, before)
+        if computed is None or grown.outputs[0].buffer in {view.buffer for view in computed.inputs}:
+            break
+        grown = computed
+        taken.append(at)
+    return (grown, taken) if taken else (call, [])
+
+
+def _is_end(call: KernelCall, around: _Surroundings, is_product: bool) -> bool:
+    """Whether a chain of element-wise calls ends with a call's result.
+
+    It does not if the next one needs a kernel anyway, which computes the others at no cost. A norm's kernel is one for
+    products, which cuBLASLt can then multiply.
+    """
+    readers = around.readers(call.outputs[0])
+    if is_product and any(reader.kernel in ROW_KERNELS for reader in readers):
+        return False
+    return around.uses.reads.get(call.outputs[0].buffer) != 1 or elementwise_kernel(readers[0]) is None
 
 
 @dataclass(frozen=True)
@@ -95,13 +189,13 @@ def _next(
 def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     """The call with the element-wise call `after` as its epilogue; None if its kernel cannot do that."""
     product, out = call.outputs[0], after.outputs[0]
-    if not _is_dense(product) or product.dtype != out.dtype or not _is_run(out, product.numel):
+    if not is_dense(product) or product.dtype != out.dtype or not is_run(out, product.numel):
         return None
     decl = elementwise_kernel(after)
     assert decl is not None
     own = [view for view in after.inputs if view.buffer == product.buffer]
     others = [view for view in after.inputs if view.buffer != product.buffer]
-    if len(own) != 1 or not _is_run(own[0], product.numel) or own[0].offset != product.offset:
+    if len(own) != 1 or not is_run(own[0], product.numel) or own[0].offset != product.offset:
         return None
     target = replace(product, buffer=out.buffer, offset=out.offset)
     activation, params = activation_of(after), call.params
@@ -110,11 +204,12 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
         if is_activated or has_residual and (call.kernel in _PRODUCTS or RESIDUAL_LAST in params):
             return None
         return replace(call, outputs=(target,), params={**params, "activation": activation}, node=after.node)
-    adds = decl.op.name == "add" and list(after.params["scalars"]) == [None, None] and len(others) == 1
-    if not adds or has_residual or call.kernel == _GROUP_NORM or is_activated and call.kernel in _PRODUCTS:
+    adds = decl.op.name == "add" and after.params["alpha"] == 1 and list(after.params["scalars"]) == [None, None]
+    adds = adds and len(others) == 1 and call.kernel != _GROUP_NORM
+    if not adds or has_residual or is_activated and call.kernel in _PRODUCTS:
         return None
     (other,) = others
-    if other.dtype != product.dtype or not _is_run(other, product.numel):
+    if other.dtype != product.dtype or not is_run(other, product.numel):
         return None
     residual = replace(product, buffer=other.buffer, offset=other.offset)
     if not _takes(call, residual):
@@ -159,23 +254,6 @@ def _may_move(
     return True
 
 
-def _is_dense(view: View) -> bool:
-    """Whether the view's elements fill one contiguous stretch of memory, with the dimensions in any order."""
-    steps = sorted((stride, size) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1)
-    reached = 1
-    for stride, size in steps:
-        if stride != reached:
-            return False
-        reached *= size
-    return True
-
-
-def _is_run(view: View, count: int) -> bool:
-    """Whether the view's elements, in row-major order, are `count` consecutive elements of memory."""
-    place = place_of(view)
-    return place.sizes == (count,) and place.strides == (1,)
-
-
 def products_as_convolutions(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan with products whose epilogue cuBLASLt lacks as 1 × 1 convolutions, whose kernels have any epilogue.
 
@@ -203,21 +281,37 @@ def _pays_apart(m: int, n: int, k: int) -> bool:
     return max(flops / _CUBLAS_RATE, moved) + again + _LAUNCH < max(flops / _OWN_RATE, moved)
 
 
+def _multiplies_faster_apart(call: KernelCall) -> bool:
+    """Whether cuBLASLt takes a product, and with a separate kernel for what follows is estimated to be faster."""
+    x, out = call.inputs[0], call.outputs[0]
+    return out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], x.shape[1])
+
+
 def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -> KernelCall:
-    if call.kernel != "matmul_kernel" or call.params["m"] <= VECTOR_ROWS:
+    if call.kernel not in _PRODUCTS:
         return call
+    activation = call.params["activation"]
+    if activation in _BY_CUBLAS and call.outputs[0].shape[1] % 8 == 0:
+        return call
+    if activation != "none" and call.params["has_residual"]:
+        return call
+    if activation not in _BY_CUBLAS and _multiplies_faster_apart(call):
+        return call
+    return _convolution_of(call, buffers) or call
+
+
+def _convolution_of(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -> KernelCall | None:
+    """A product of many rows as a 1 × 1 convolution; None if tensor cores cannot compute it as one."""
+    if call.kernel != "matmul_kernel" or call.params["m"] <= VECTOR_ROWS:
+        return None
     x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     activation = call.params["activation"]
-    if residual is not None and activation != "none" or activation in _BY_CUBLAS and out.shape[1] % 8 == 0:
-        return call
     if not x.dtype == weight.dtype == out.dtype or x.dtype not in HALF_DTYPES or x.shape[1] % 8:
-        return call
-    if activation not in _BY_CUBLAS and out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], x.shape[1]):
-        return call
+        return None
     rows = [view for view in (x, weight, out, residual) if view is not None]
     if any(view.strides[1] != 1 or view.offset % 8 for view in rows) or x.strides[0] % 8 or weight.strides[0] % 8:
-        return call
+        return None
     operands = (single_pixels(x), single_taps(weight), bias, None if residual is None else single_pixels(residual))
     params = {
         "stride": [1, 1],
@@ -229,6 +323,7 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -
         "has_bias": int(bias is not None),
         "has_residual": int(residual is not None),
         "constant_weight": buffers[weight.buffer].is_constant,
+        **({RESIDUAL_LAST: 1} if residual is not None and activation != "none" else {}),
     }
     inputs = tuple(view for view in operands if view is not None)
     return replace(call, kernel=_CONVOLUTION, source="", inputs=inputs, outputs=(single_pixels(out),), params=params)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
+from cuda_compiler.rules.epilogues import EPILOGUE
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
@@ -116,7 +117,7 @@ def _is_of_one_pixel(call: KernelCall) -> bool:
     x, weight, _, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     plain = residual is None and call.params["groups"] == 1 and x.shape[2:] == weight.shape[2:] == out.shape[2:]
-    plain = plain and "spread" not in call.params
+    plain = plain and "spread" not in call.params and EPILOGUE not in call.params
     halves = weight.dtype in HALF_DTYPES and weight.shape[1] % PACK == 0
     return plain and x.shape[2:] == (1, 1) and halves and channels_last(weight).is_contiguous
 

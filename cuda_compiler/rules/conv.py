@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
+from cuda_compiler.rules.epilogues import EPILOGUE, kernel_options
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
@@ -66,6 +67,7 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
             has_residual=call.params["has_residual"],
             is_spread="spread" in call.params,
             residual_last=RESIDUAL_LAST in call.params,
+            has_epilogue=EPILOGUE in call.params,
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
     )
@@ -94,14 +96,15 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
         grid = (groups(rows * columns, block), channels, images)
-        yield make.kernel(call, "conv/conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
+        direct = "direct_conv2d_kernel"
+        yield make.kernel(call, "conv/conv.cu", function=direct, grid=grid, block=(block, 1, 1), **kernel_options(call))
     else:
         grid = (
             groups(rows * columns, _PRODUCT_BLOCK),
             in_groups * groups(channels // in_groups, _PRODUCT_BLOCK),
             images,
         )
-        yield make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1))
+        yield make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1), **kernel_options(call))
 
 
 def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[KernelCall]:
@@ -161,6 +164,7 @@ def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
                 "across": across,
                 CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT)),
             },
+            **kernel_options(call),
         )
 
 
@@ -254,6 +258,7 @@ def depthwise(make: Specializer, call: KernelCall, function: str, width: int = P
             "aligned": True,
             "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
         },
+        **kernel_options(call),
     )
 
 
@@ -378,7 +383,7 @@ class Tile:
             call,
             file,
             function=functions[self.by_warpgroups],
-            inputs=inputs,
+            **{"inputs": inputs, **kernel_options(call)},
             grid=(self.blocks(count, channels, call.params["groups"]), 1, self.splits),
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=shared,

@@ -29,9 +29,12 @@ def activation_of(call: KernelCall) -> str | None:
     op = decl.op
     if op.name in ACTIVATION_OF:
         return ACTIVATION_OF[op.name]
-    if op.name == "copy" or op.functions or _DIVISIONS.search(op.expr):
-        return None
-    return activation_text(op, call.params)
+    return activation_text(op, call.params) if kernels_have(op) else None
+
+
+def kernels_have(op: Elementwise) -> bool:
+    """Whether kernels can apply an element-wise op to their results, with what their templates define."""
+    return op.name != "copy" and not op.functions and _DIVISIONS.search(op.expr) is None
 
 
 def activation_text(op: Elementwise, params: Mapping[str, Any]) -> str:

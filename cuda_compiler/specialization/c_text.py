@@ -162,6 +162,17 @@ def expression(op: Elementwise, rounds: bool) -> str:
     return _NEAR.get(op.name, expr) if rounds else expr
 
 
+def function_text(name: str, op: Elementwise, attrs: Mapping[str, float], rounds: bool) -> str:
+    """The C definition of an element-wise op of floats as a device function.
+
+    Args:
+        rounds: As in `expression`.
+    """
+    named = "".join(f"const float {attr} = {float_text(value)}; " for attr, value in attrs.items())
+    operands = ", ".join(f"float {letter}" for letter, _ in zip("abc", op.operands, strict=False))
+    return f"__device__ __forceinline__ float {name}({operands}) {{ {named}return {expression(op, rounds)}; }}\n"
+
+
 def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bool) -> str:
     """The C definitions of a call's parameters, in namespace `param`, and of its activations as functions.
 
@@ -176,10 +187,7 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bo
     for param, function in _FUNCTIONS.items():
         if param in params:
             op, attrs = op_of(params[param])
-            named = "".join(f"const float {name} = {float_text(value)}; " for name, value in attrs.items())
-            operands = ", ".join(f"float {name}" for name, _ in zip("abc", op.operands, strict=False))
-            body = f"{{ {named}return {expression(op, rounds)}; }}"
-            text += f"__device__ __forceinline__ float {function}({operands}) {body}\n"
+            text += function_text(function, op, attrs, rounds)
             text += f"constexpr int {param}_operands = {len(op.operands)};\n"
     return text
 

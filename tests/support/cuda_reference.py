@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from cuda_compiler import CUDA_GPU, GPU
 from cuda_compiler.pipeline import cuda_stages
+from cuda_compiler.rules.epilogues import EPILOGUE, RESULT
 from cuda_compiler.specialization.activations import op_of
+from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget, PlanStage
 from npu_runtime import Operand
@@ -65,6 +68,8 @@ class ReferenceBackend(CPUBackend):
                 normed.copy_(activated(normed.float(), name))
 
             return then_activate
+        if EPILOGUE in call.params:
+            return self._with_steps(call, inputs, outputs)
         if "residual_last" in call.params or "(" in call.params.get("activation", ""):
             return self._finished_apart(call, inputs, outputs)
         if call.kernel != "to_channels_last":
@@ -100,6 +105,25 @@ class ReferenceBackend(CPUBackend):
             addend = 0.0 if residual is None else residual.float().clone()
             compute()
             out.copy_(activated(out.float(), name) + addend)
+
+        return launch
+
+    def _with_steps(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        """A convolution with an epilogue, whose operands are the last inputs."""
+        epilogue, out = call.params[EPILOGUE], view_tensor(bind(outputs[0]))
+        count = len(inputs) - len(epilogue.operands)
+        operands = [view_tensor(bind(x)) for x in inputs[count:]]
+        params = {name: value for name, value in call.params.items() if name != EPILOGUE}
+        compute = self.prepare(replace(call, inputs=call.inputs[:count], params=params), inputs[:count], outputs)
+
+        def launch() -> None:
+            values: dict[str | float, Any] = dict(zip(epilogue.operands, (x.float() for x in operands), strict=True))
+            compute()
+            values[RESULT] = out.float()
+            for step in epilogue.steps:
+                function = torch_function(ELEMENTWISE[step.op].torch)
+                values[step.name] = function(*(values.get(x, x) for x in step.arguments), **dict(step.attrs))
+            out.copy_(values[epilogue.result])
 
         return launch
 

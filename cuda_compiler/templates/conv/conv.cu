@@ -52,10 +52,18 @@ WAITING_KERNEL(PACKED) {
 // act(value + bias + residual) in float, rounded once; act(value + bias) + residual where that comes last.
 __device__ __forceinline__ float finish(
     float value, const Bias::type *bias, const Residual::type *residual, index_t channel, index_t residual_place
+#where epilogue
+    , const Epilogue &epilogue, unsigned image, unsigned pixel
+#end
 ) {
     if constexpr (Bias::present) {
         value += to_float(bias[channel * Bias::stride(0)]);
     }
+#where epilogue
+    float values[1] = {value};
+    epilogue.apply(values, image, unsigned(channel), pixel);
+    value = values[0];
+#end
 #where residual_last
     return activate(value) + to_float(residual[residual_place]);
 #elsewhere
@@ -65,6 +73,11 @@ __device__ __forceinline__ float finish(
     return activate(value);
 #end
 }
+#where epilogue
+
+// At the `pixel` of the kernel that calls it.
+#define finish(...) finish(__VA_ARGS__, EPILOGUE, blockIdx.z, pixel)
+#end
 
 // An element of an input plane, zero in the padding around it; negative places are large unsigned ones.
 __device__ __forceinline__ float input_at(const X::type *plane, int row, int column) {

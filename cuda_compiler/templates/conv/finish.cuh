@@ -15,10 +15,16 @@ __device__ __forceinline__ void add(float (&values)[count], const T *data) {
 
 // act(values + bias + residual) in float, rounded once, of channels side by side, which are moved in one access. Where the
 // residual comes last, act(values + bias) + residual.
+#where epilogue
+// Here neither is there: the epilogue has both among its steps.
+#end
 template <int count>
 __device__ __forceinline__ void finish(
     float (&values)[count], const Bias::type *bias, const Residual::type *residual, Out::type *out, unsigned image,
     unsigned channel, unsigned pixel
+#where epilogue
+    , const Epilogue &epilogue
+#end
 ) {
     if constexpr (Bias::present) {
         add(values, bias + channel * Bias::stride(0));
@@ -36,5 +42,12 @@ __device__ __forceinline__ void finish(
 #where residual_last
     add(values, residual + place<Residual>(image, channel, pixel));
 #end
+#where epilogue
+    epilogue.apply(values, image, channel, pixel);
+#end
     store_floats(out + place<Out>(image, channel, pixel), values);
 }
+#where epilogue
+
+#define finish(...) finish(__VA_ARGS__, EPILOGUE)
+#end
