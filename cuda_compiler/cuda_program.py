@@ -205,10 +205,8 @@ class Convolution:
 
     Attributes:
         padding: Top, bottom, left, right.
-        is_spread: Whether a window makes several pixels, as in transposed convolutions, which cuDNN is not asked for.
-        residual_last: Whether the residual is added behind the activation, for which cuDNN is not asked either.
-        has_epilogue: Whether further element-wise ops follow, which cuDNN is not asked for; their operands are the
-            last inputs.
+        only_ours: Whether the program's kernels compute more than this, or read a layout of their own, so that cuDNN is
+            not asked. Operands of an epilogue are the last inputs.
     """
 
     stride: tuple[int, ...]
@@ -218,9 +216,7 @@ class Convolution:
     activation: str
     has_bias: bool
     has_residual: bool
-    is_spread: bool = False
-    residual_last: bool = False
-    has_epilogue: bool = False
+    only_ours: bool = False
 
 
 @dataclass(frozen=True)

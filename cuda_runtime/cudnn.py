@@ -110,8 +110,7 @@ class Cudnn:
         """
         has_types = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
         computes = convolution_of(call).computes
-        is_plain = not (computes.is_spread or computes.residual_last or computes.has_epilogue)
-        return has_types and is_plain and computes.activation in ("none", *_ACTIVATIONS)
+        return has_types and not computes.only_ours and computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
         """Deterministic plans for a convolution, ready to run, the most promising one first; possibly none."""

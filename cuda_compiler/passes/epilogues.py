@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from cuda_compiler.passes.epilogue_steps import is_dense, is_run, residual_of, with_residual_computed, with_step
 from cuda_compiler.rules.channel_packs import single_pixels, single_taps
 from cuda_compiler.rules.conv import RESIDUAL_LAST
+from cuda_compiler.rules.linear_wgmma import MOST_ROWS
 from cuda_compiler.rules.matmul import VECTOR_ROWS
 from cuda_compiler.rules.norms import ROW_KERNELS
 from cuda_compiler.specialization.activations import activation_of
@@ -109,23 +110,37 @@ def _with_steps(call: KernelCall, around: _Surroundings) -> tuple[KernelCall, li
         It, and the numbers of the calls that it now computes.
     """
     is_product = call.kernel in _PRODUCTS
+    if is_product and (call.params["m"] <= MOST_ROWS or _multiplies_faster_apart(call)):
+        return call, []
     convolution = _convolution_of(call, around.buffers) if is_product else call
-    if convolution is None or convolution.kernel != _CONVOLUTION or is_product and _multiplies_faster_apart(call):
+    if convolution is None or convolution.kernel != _CONVOLUTION:
         return call, []
     grown, taken = around.grown(convolution, with_step)
     if taken and not _is_end(grown, around, is_product):
         grown, taken = convolution, []
-    while (residual := residual_of(grown)) is not None and (at := around.writer(residual)) is not None:
-        if [view.buffer for view in grown.inputs].count(residual.buffer) > 1:
-            break
+    grown, before = _with_residual(grown, around)
+    return (grown, taken + before) if taken or before else (call, [])
+
+
+def _with_residual(call: KernelCall, around: _Surroundings) -> tuple[KernelCall, list[int]]:
+    """The convolution that computes its residual, or the call as it is if that saves no kernel.
+
+    Returns:
+        It, and the numbers of the calls that it now computes.
+    """
+    grown: KernelCall | None = call
+    taken: list[int] = []
+    while grown is not None and (residual := residual_of(grown)) is not None:
+        at, names = around.writer(residual), [view.buffer for view in grown.inputs]
+        if at is None or names.count(residual.buffer) > 1:
+            return grown, taken
         before = around.calls[at]
         assert before is not None
-        computed = with_residual_computed(grown, before)
-        if computed is None or grown.outputs[0].buffer in {view.buffer for view in computed.inputs}:
+        grown = with_residual_computed(grown, before)
+        if grown is not None and grown.outputs[0].buffer in {view.buffer for view in grown.inputs}:
             break
-        grown = computed
         taken.append(at)
-    return (grown, taken) if taken else (call, [])
+    return call, []  # a kernel for the first of the element-wise calls computes the others at no cost
 
 
 def _is_end(call: KernelCall, around: _Surroundings, is_product: bool) -> bool:

@@ -32,7 +32,8 @@ _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 # Depthwise convolutions: channels of a thread, rows and columns of its tile.
 _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
-_FEW_TAPS = 25
+_FEW_TAPS, _SHORT_TAPS = 25, 9
+DEPTHWISE = "conv_depthwise"
 # Convolutions in narrow groups: most channels of a group; input channels and pixels of a block, its threads.
 _NARROW, _GROUP_FORMS, _GROUP_THREADS = 64, ((64, 112), (32, 112), (64, 224), (128, 64)), 128
 _CLUSTER = 8  # blocks that share an image
@@ -47,13 +48,18 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     assert x is not None and weight is not None and out is not None
     # Layouts that cuDNN knows; our kernels have others too.
     packed = weight.is_contiguous or channels_last(weight).is_contiguous
-    if x.dtype != weight.dtype or not (packed and is_packed(x, 1) and is_packed(out, 1)):
+    is_known = x.dtype == weight.dtype and packed and is_packed(x, 1) and is_packed(out, 1)
+    if not is_known and (forms[0].kernel != DEPTHWISE or len(forms) == 1):
         return forms[:1]
-    return [tuned(forms, call)]
+    return [tuned(forms, call, is_known)]
 
 
-def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
-    """One call for a convolution that several kernels can compute; the runtime picks the fastest."""
+def tuned(forms: Sequence[KernelCall], call: KernelCall, is_known: bool = True) -> KernelCall:
+    """One call for a convolution that several kernels can compute; the runtime picks the fastest.
+
+    Args:
+        is_known: Whether cuDNN knows the layouts of the operands.
+    """
     first, *others = forms
     launch = ConvolutionLaunch(
         kernel_launch_of(first),
@@ -65,9 +71,7 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
             activation=call.params["activation"],
             has_bias=call.params["has_bias"],
             has_residual=call.params["has_residual"],
-            is_spread="spread" in call.params,
-            residual_last=RESIDUAL_LAST in call.params,
-            has_epilogue=EPILOGUE in call.params,
+            only_ours=not is_known or not call.params.keys().isdisjoint(("spread", RESIDUAL_LAST, EPILOGUE)),
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
     )
@@ -87,7 +91,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield from _tiled(make, call, aligned)
         return
     if in_groups == channels == x.shape[1] and (width := _depthwise_width(x, weight, bias, residual, out)):
-        yield depthwise(make, call, "conv_depthwise", width)
+        yield from _depthwise_forms(make, call, width)
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
     by_tensor_cores = [*_narrow_groups(make, call), *_tiled(make, call, aligned)] if halves else []
@@ -189,6 +193,21 @@ def _depthwise_width(x: View, weight: View, bias: View | None, residual: View | 
     )
 
 
+def _depthwise_forms(make: Specializer, call: KernelCall, width: int) -> Iterator[KernelCall]:
+    """The calls of kernels for a depthwise convolution: one whose code has all rows of a tile, one after the other.
+
+    For large windows, whose code would be fetched longer than it runs, there are some that loop over the rows too.
+    """
+    tile = pack, down, across = _depthwise_tile(call, width)
+    yield depthwise(make, call, DEPTHWISE, tile)
+    _, _, height, length = call.inputs[1].shape
+    if height * length <= _SHORT_TAPS:
+        return
+    looping = replace(call, params={**call.params, "loops": 1})
+    for rows in dict.fromkeys((down, min(2 * down, call.outputs[0].shape[2]), max(down // 2, 1))):
+        yield depthwise(make, looping, DEPTHWISE, (pack, rows, across))
+
+
 def merged_groups(parts: int, inner: int, outer: int) -> int:
     """Number of groups of a convolution that should become one, so that tensor cores take them: 1 if they do already.
 
@@ -217,14 +236,13 @@ def _packed_groups(width: int, parts: int, inner: int) -> int:
     return next((count for count in counts if parts % count == 0 and count * inner % PACK == 0), 0)
 
 
-def depthwise(make: Specializer, call: KernelCall, function: str, width: int = PACK) -> KernelCall:
-    """The call of a depthwise convolution, whose threads compute a pack of channels of a tile of pixels.
+def _depthwise_tile(call: KernelCall, width: int = PACK) -> tuple[int, int, int]:
+    """Channels, rows and columns of the tile of a depthwise convolution that a thread computes.
 
-    Packs and tiles are the larger the more there is to compute. Large windows take smaller packs, since a thread has
+    They are the larger the more there is to compute. Large windows take smaller packs of channels, since a thread has
     all products of a tile's row in registers.
 
     Args:
-        function: Name of the kernel in its template.
         width: Most channels that a thread may access as a vector.
     """
     images, channels, rows, columns = call.outputs[0].shape
@@ -240,7 +258,20 @@ def depthwise(make: Specializer, call: KernelCall, function: str, width: int = P
         ),
         forms[-1],
     )
-    across = groups(columns, groups(columns, across))  # as few as divide the columns alike
+    return pack, down, groups(columns, groups(columns, across))  # as few as divide the columns alike
+
+
+def depthwise(
+    make: Specializer, call: KernelCall, function: str, tile: tuple[int, int, int] | None = None
+) -> KernelCall:
+    """The call of a depthwise convolution, whose threads compute a pack of channels of a tile of pixels.
+
+    Args:
+        function: Name of the kernel in its template.
+        tile: Channels, rows and columns of a thread's tile; None chooses them for the widest access.
+    """
+    images, channels, rows, columns = call.outputs[0].shape
+    pack, down, across = tile or _depthwise_tile(call)
     packs = next((packs for packs in (4, 8) if packs * pack >= channels), 16)
     tiles = images * groups(rows, down) * groups(columns, across)
     threads = 128

@@ -21,7 +21,7 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 MOST_NORMED_ROWS = 32  # with more, multiplying x with the gains as it is copied takes longer than a kernel of its own
-_FEWEST_ROWS, _MOST_ROWS = 9, 64  # with fewer, the streaming kernel is as fast; with more, cuBLASLt
+_FEWEST_ROWS, MOST_ROWS = 9, 64  # with fewer, the streaming kernel is as fast; with more, cuBLASLt
 _FEWEST_BYTES = 1 << 20  # of the weight: smaller ones leave most multiprocessors idle
 _MOST_ELEMENTS = 1 << 31  # of an operand, whose offsets have 32 bits
 _THREADS = 256  # a warpgroup that multiplies, two warps that copy the weight, two that copy x
@@ -98,7 +98,7 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
     else:
         suits = (
             weight is not None
-            and _FEWEST_ROWS <= call.params["m"] <= _MOST_ROWS
+            and _FEWEST_ROWS <= call.params["m"] <= MOST_ROWS
             and weight.dtype == x.dtype
             and weight.strides[1] == 1
             and vector_width(weight) >= 8

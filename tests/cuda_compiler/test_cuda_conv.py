@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,7 @@ def convolution(case: Case, dtype: str = "float16") -> KernelCall:
         ("few-odd-groups", "conv_tiled"),
         ("depthwise-multiplied", "conv_grouped"),
         ("depthwise-odd", "conv_depthwise"),
+        ("depthwise-seven", "conv_depthwise"),
         ("transposed", "conv_tiled"),
         ("transposed-groups", "conv_tiled"),
         ("transposed-depthwise", "conv_transpose2d_kernel"),
@@ -99,9 +101,11 @@ def test_forms(name: str, wanted: str) -> None:
     call = convolution(case)
     assert call.kernel == wanted
     launch = launch_of(call)
-    # cuDNN does not know how the weights of depthwise convolutions lie.
-    assert isinstance(launch, ConvolutionLaunch) == (wanted not in ("conv_depthwise", "conv_transpose2d_kernel"))
+    # cuDNN does not know how the weights of depthwise convolutions lie; ours have several forms for large windows.
+    is_short = name in ("depthwise", "depthwise-odd")
+    assert isinstance(launch, ConvolutionLaunch) == (not is_short and wanted != "conv_transpose2d_kernel")
     if isinstance(launch, ConvolutionLaunch):
+        assert launch.computes.only_ours == (wanted == "conv_depthwise" or name.startswith("transposed"))
         assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma", "conv_tiled"}
 
 
@@ -128,6 +132,16 @@ SMALL = [
     transposed("depthwise", (1, 8, 5, 4), (8, 1, 4, 4), stride=(2, 2), padding=(1, 1), groups=8, bias="float32"),
     conv("odd-groups", T((2, 9, 5, 4)), (15, 3, 3, 3), groups=3, padding=(1, 1, 1, 1), residual="compute"),
     conv("odd-depthwise", T((1, 13, 5, 6)), (13, 1, 3, 3), groups=13, bias="float32", activation="relu"),
+    conv("large-depthwise", T((1, 6, 9, 8)), (6, 1, 5, 7), groups=6, padding=(2, 2, 3, 3), bias="float32"),
+    conv(
+        "sparse-depthwise",
+        T((2, 4, 15, 9)),
+        (4, 1, 5, 5),
+        groups=4,
+        stride=(2, 1),
+        padding=(3, 3, 2, 2),
+        dilation=(2, 1),
+    ),
 ]
 
 
@@ -137,7 +151,9 @@ def test_small_convolutions_on_a_cpu(case: Case, seed: int, tmp_path: Path) -> N
     rng, call = np.random.default_rng(seed), call_of(case, "float16")
     plan = plan_of(call, CUDACodegenTarget(GPU(capability=70, shared_memory=64 * 1024)))
     calls = [
-        tuned_convolutions.kernels_of(part)[0] if isinstance(launch_of(part), ConvolutionLaunch) else part
+        Random(seed).choice(tuned_convolutions.kernels_of(part))
+        if isinstance(launch_of(part), ConvolutionLaunch)
+        else part
         for part in plan.calls
     ]
     values = {

@@ -136,9 +136,11 @@ def test_kernels_compute_their_chains(kind: str, seed: int, tmp_path: Path) -> N
 
 
 def convolutions(program: CompiledProgram) -> list[bool]:
-    """Return for each convolution of several forms whether it has an epilogue, which cuDNN is not asked for."""
+    """Return for each convolution of several forms whether it has an epilogue, for which cuDNN is not asked then."""
     calls = [call for call in program.plan.calls if isinstance(launch_of(call), ConvolutionLaunch)]
-    return [convolution_of(call).computes.has_epilogue for call in calls]
+    have = ["EPILOGUE" in program.plan.sources[call.source] for call in calls]
+    assert [convolution_of(call).computes.only_ours for call in calls] == have
+    return have
 
 
 class Applied(nn.Module):
@@ -191,6 +193,12 @@ def test_a_chain_that_another_kernel_goes_on_with_is_left_to_that() -> None:
     program = compiled(three.eval(), x)
     assert sum("mul" in call.kernel for call in program.plan.calls) == 1
     assert sorted(convolutions(program)) == [False, False, False, True]
+
+
+def test_a_residual_that_needs_a_kernel_anyway_is_computed_by_that() -> None:
+    layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Sigmoid()), nn.Conv2d(32, 32, 1)
+    gated = Applied(lambda one, two, x: x * one(x) * 2 + two(x), *layers)
+    assert convolutions(compiled(gated.eval(), torch.randn(2, 16, 5, 6))) == [False, False, False]
 
 
 @pytest.mark.parametrize("follower", ["linear", "norm"])

@@ -55,6 +55,23 @@ constexpr int REACH_ACROSS = int(param::dilation(1));
 constexpr int HEIGHT = (down - 1) * STEP_DOWN + (WINDOW_ROWS - 1) * REACH_DOWN + 1;  // of a tile's window
 constexpr int WIDTH = (across - 1) * STEP_ACROSS + (WINDOW_COLUMNS - 1) * REACH_ACROSS + 1;
 
+#where loops
+// The channels of a row of a tile's window, zero in the padding around the image.
+__device__ __forceinline__ void load_line(
+    Pack<X::type, pack> (&line)[WIDTH], const X::type *plane, int row, int left
+) {
+    const bool has_row = unsigned(row) < X::size(2);
+    plane += (has_row ? row : 0) * X::stride(2);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+        line[j] = {};
+        if (has_row && unsigned(left + j) < X::size(3)) {
+            line[j] = load_pack<pack>(plane + (left + j) * X::stride(3));
+        }
+    }
+}
+
+#end
 WAITING_KERNEL(DEPTHWISE) {
     __shared__ __align__(16) float factors[TAPS][pack * packs];
     if constexpr (!constant_weight) {
@@ -88,6 +105,21 @@ WAITING_KERNEL(DEPTHWISE) {
     const X::type *plane = x + image * X::stride(0) + channel;
     begin_in_turn();
     float sums[down][across][pack] = {};
+#where loops
+    // A row is loaded while the one before is multiplied.
+    Pack<X::type, pack> ahead[WIDTH];
+    load_line(ahead, plane, top, left);
+#pragma unroll 1
+    for (int i = 0; i < HEIGHT; i++) {
+        float values[WIDTH][pack];
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            to_floats(values[j], ahead[j]);
+        }
+        if (i + 1 < HEIGHT) {
+            load_line(ahead, plane, top + i + 1, left);
+        }
+#elsewhere
 #pragma unroll
     for (int i = 0; i < HEIGHT; i++) {
         const int row = top + i;
@@ -110,6 +142,7 @@ WAITING_KERNEL(DEPTHWISE) {
                 }
             }
         }
+#end
 #pragma unroll
         for (int a = 0; a < down; a++) {
             const int below = i - a * STEP_DOWN;
