@@ -1,5 +1,7 @@
 """Steps of an epilogue: element-wise calls behind a convolution, or before its residual, that its kernel can compute.
 
+Behind a squeeze-and-excitation, whose kernel is declared nowhere and has neither activation nor residual, likewise.
+
 Given:   t = x * s;  c = conv2d(u, v);  d = relu(c) ** 2 * a + t, where s has an element for each channel and a has one
 Result:  d = conv2d(u, v, a, x, s), with the epilogue  x * s;  relu;  ** 2;  * a;  +
 """
@@ -87,6 +89,8 @@ def _begun(call: KernelCall) -> tuple[Epilogue, dict[str, View]]:
     """The epilogue of a convolution and its operands by name, with the activation and the residual as its steps."""
     if (epilogue := epilogue_of(call)) is not None:
         return epilogue, operands_of(call)
+    if call.kernel not in KERNELS:
+        return Epilogue(), {}
     residual, activation = KERNELS[call.kernel].inputs_of(call)["residual"], call.params["activation"]
     operands = {} if residual is None else {"operand0": residual}
     epilogue = Epilogue()
@@ -101,11 +105,11 @@ def _begun(call: KernelCall) -> tuple[Epilogue, dict[str, View]]:
 
 def _with(call: KernelCall, steps: tuple[Step, ...], operands: Mapping[str, View]) -> KernelCall:
     """The convolution with these steps and operands as its epilogue, and without any other."""
-    x, weight, bias, _, _ = KERNELS[call.kernel].bind(call)
-    inputs = [view for view in (x, weight, bias, *operands.values()) if view is not None]
+    count = len(call.inputs) - len(operands_of(call)) - int(call.params.get("has_residual", 0))
     params = {name: value for name, value in call.params.items() if name != RESIDUAL_LAST}
-    params |= {"activation": "none", "has_residual": 0, EPILOGUE: Epilogue(steps, tuple(operands))}
-    return replace(call, inputs=tuple(inputs), params=params)
+    params |= {"activation": "none", "has_residual": 0} if call.kernel in KERNELS else {}
+    params[EPILOGUE] = Epilogue(steps, tuple(operands))
+    return replace(call, inputs=(*call.inputs[:count], *operands.values()), params=params)
 
 
 def _step(

@@ -49,6 +49,21 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
     return replace(plan, calls=[call for call in calls if call is not None])
 
 
+def absorb_steps(plan: ExecutionPlan, kernel: str) -> ExecutionPlan:
+    """The plan with element-wise calls as steps of the epilogues of the calls of one kernel that precede them."""
+    calls: list[KernelCall | None] = list(plan.calls)
+    uses = _Uses.of(plan)
+    for index, call in enumerate(plan.calls):
+        if call.kernel == kernel:
+            around = _Surroundings(index, calls, uses, plan.buffers)
+            grown, taken = around.grown(call, with_step)
+            if _is_end(grown, around, is_product=False):
+                calls[index] = grown
+                for at in taken:
+                    calls[at] = None
+    return replace(plan, calls=[call for call in calls if call is not None])
+
+
 @dataclass(frozen=True)
 class _Surroundings:
     """A call's place in a plan.

@@ -3,6 +3,8 @@
 Given:   m = adaptive_avg_pool2d(x to 1 × 1);  h = silu(conv2d(m, v) + a);  g = sigmoid(conv2d(h, w) + b);  y = x * g
 Result:  y = squeeze_excite(x, v, a, w, b)
 
+The element-wise calls that follow become its epilogue.
+
 Otherwise these are five kernels of a few microseconds each, of which only the first and the last have much to do.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cuda_compiler.elementwise.grouping import place_of
+from cuda_compiler.passes.epilogues import absorb_steps
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
 from cuda_compiler.rules.epilogues import EPILOGUE
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -39,7 +42,7 @@ def join_squeeze_excite(plan: ExecutionPlan) -> ExecutionPlan:
             for place in chain.places:
                 calls[place] = None
             calls[chain.places[-1]] = chain.joined(plan.calls)
-    return replace(plan, calls=[call for call in calls if call is not None])
+    return absorb_steps(replace(plan, calls=[call for call in calls if call is not None]), KERNEL)
 
 
 @dataclass(frozen=True)

@@ -524,17 +524,11 @@ def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
     excite, excite_bias = others.pop(0), others[0] if call.params["excite_bias"] else None
     lines = _EXCITE_BLOCK // (x.shape[1] // PACK)
     shared = 4 * ((lines + 2) * x.shape[1] + excite.shape[1])
+    inputs = {"x": x, "squeeze": squeeze, "squeeze_bias": squeeze_bias, "excite": excite, "excite_bias": excite_bias}
     return [
         make.kernel(
             call,
             "conv/squeeze_excite.cu",
-            inputs={
-                "x": x,
-                "squeeze": squeeze,
-                "squeeze_bias": squeeze_bias,
-                "excite": excite,
-                "excite_bias": excite_bias,
-            },
             outputs={"out": call.outputs[0]},
             grid=(x.shape[0], 1, _CLUSTER),
             block=(_EXCITE_BLOCK, 1, 1),
@@ -542,6 +536,7 @@ def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
             constants={"blocks": _CLUSTER},
             min_blocks=2,
             cluster=_CLUSTER,
+            **{"inputs": inputs, **kernel_options(call, inputs)},
         )
     ]
 

@@ -76,15 +76,20 @@ def operands_of(call: KernelCall) -> dict[str, View]:
     return dict(zip(names, call.inputs[len(call.inputs) - len(names) :], strict=True))
 
 
-def kernel_options(call: KernelCall) -> dict[str, Any]:
-    """What `Specializer.kernel` needs to know of a call's epilogue; empty if the call has none."""
+def kernel_options(call: KernelCall, inputs: Mapping[str, View | None] | None = None) -> dict[str, Any]:
+    """The arguments of `Specializer.kernel` for a call with an epilogue; none for one without.
+
+    Args:
+        inputs: The kernel's other inputs by name; None means those of its declaration.
+    """
     epilogue = epilogue_of(call)
     if epilogue is None:
         return {}
     operands = {name: channels_last(view) for name, view in operands_of(call).items()}
     out = call.outputs[0]
     text = _text(epilogue, out.shape[3], rounds=out.dtype in HALF_DTYPES)
-    return {"inputs": {**KERNELS[call.kernel].inputs_of(call), **operands}, "definitions": text}
+    own = KERNELS[call.kernel].inputs_of(call) if inputs is None else inputs
+    return {"inputs": {**own, **operands}, "definitions": text}
 
 
 def _text(epilogue: Epilogue, columns: int, rounds: bool) -> str:

@@ -231,3 +231,26 @@ def test_an_epilogue_survives_the_file(seed: int, tmp_path: Path) -> None:
     again = CompiledProgram.load(tmp_path / "program")
     assert convolutions(again) == convolutions(program) and True in convolutions(again)
     assert [call.inputs for call in again.plan.calls] == [call.inputs for call in program.plan.calls]
+
+
+def test_a_squeeze_and_excitation_has_what_follows_as_its_epilogue(seed: int) -> None:
+    torch.manual_seed(seed)
+    gate = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU(), nn.Conv2d(8, 32, 1, bias=seed % 2 == 0), nn.Sigmoid()
+    )
+    chain, is_added = Chain(Random(seed), 32), Random(seed).random() < 0.5
+    module = Applied(lambda one, two, x: two(x * one(x)) + (x if is_added else 1), gate, chain).eval()
+    x = torch.randn(2, 16, 7, 9)
+    plan = compiled(module, x).plan
+    assert [call.kernel for call in plan.calls if not call.kernel.startswith(("conv", "copy", "to_", "trans"))] == [
+        "squeeze_excite"
+    ]
+    compile_in_turn(plan.sources[call.source] for call in plan.calls if call.kernel == "squeeze_excite")
+    ir = extract_ir(module, (x,), strict=False).to_dict()
+    halves = results(
+        npu_compiler.compile(ir, LaidOut(), npu_compiler.CompileOptions(compute_dtype="float16")),
+        module.half().float(),
+        x,
+        ReferenceBackend(),
+    )
+    torch.testing.assert_close(halves, module(x), rtol=2e-2, atol=2e-2)

@@ -54,6 +54,8 @@ class ReferenceBackend(CPUBackend):
         return LaidOut()
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        if EPILOGUE in call.params:
+            return self._with_steps(call, inputs, outputs)
         if call.kernel == "squeeze_excite":
             return self._squeeze_excite(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
         if "spread" in call.params:
@@ -68,8 +70,6 @@ class ReferenceBackend(CPUBackend):
                 normed.copy_(activated(normed.float(), name))
 
             return then_activate
-        if EPILOGUE in call.params:
-            return self._with_steps(call, inputs, outputs)
         if "residual_last" in call.params or "(" in call.params.get("activation", ""):
             return self._finished_apart(call, inputs, outputs)
         if call.kernel != "to_channels_last":
@@ -109,7 +109,7 @@ class ReferenceBackend(CPUBackend):
         return launch
 
     def _with_steps(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        """A convolution with an epilogue, whose operands are the last inputs."""
+        """A convolution or a squeeze-and-excitation with an epilogue, whose operands are the last inputs."""
         epilogue, out = call.params[EPILOGUE], view_tensor(bind(outputs[0]))
         count = len(inputs) - len(epilogue.operands)
         operands = [view_tensor(bind(x)) for x in inputs[count:]]

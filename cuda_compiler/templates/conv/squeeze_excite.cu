@@ -157,6 +157,9 @@ WAITING_KERNEL(squeeze_excite) {
             for (int i = 0; i < PACK; i++) {
                 values[i] *= own_factors[i];
             }
+#where epilogue
+            EPILOGUE.apply(values, blockIdx.x, unsigned(channel), unsigned(pixel));
+#end
             store_floats(out + at, values);
         }
     }
