@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import torch
+from cuda_gpu import PROBLEM, cuda_backends
 from cuda_on_cpu import EmulatedBackend
 from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
@@ -133,6 +134,17 @@ def test_kernels_compute_their_chains(kind: str, seed: int, tmp_path: Path) -> N
     program = replace(program, plan=replace(program.plan, calls=calls))
     found = results(program, module, x, EmulatedBackend(tmp_path))
     torch.testing.assert_close(found, module(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_computes_its_chains(kind: str, dtype: str, seed: int) -> None:
+    module, x = drawn_block(kind, seed)
+    (backend,) = cuda_backends()
+    found = results(compiled(module, x, dtype=dtype), module, x, backend)
+    torch.testing.assert_close(found, module(x), rtol=6e-2, atol=6e-2)
 
 
 def convolutions(program: CompiledProgram) -> list[bool]:
