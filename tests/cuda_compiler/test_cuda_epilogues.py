@@ -92,7 +92,7 @@ def results(program: CompiledProgram, module: nn.Module, x: Tensor, backend: Bac
     given = {spec.name: NPUBuffer.from_numpy(x.numpy(), backend, spec=spec)}
     weights = load_weights(module.state_dict(), program, backend)
     (result,) = Executor(program, backend).run(given, weights).values()
-    return torch.from_numpy(result.to_numpy()).float()
+    return torch.from_numpy(result.to_numpy(spec=program.output_specs[0])).float()
 
 
 def compiled(module: nn.Module, x: Tensor, gpu: GPU | None = None, dtype: str = "float16") -> CompiledProgram:
