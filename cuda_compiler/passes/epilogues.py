@@ -30,7 +30,7 @@ from npu_compiler.program.views import View, contiguous_strides
 
 _PRODUCTS = ("matmul_kernel", "matmul_notrans_kernel")
 _CONVOLUTION, _GROUP_NORM = "conv2d_kernel", "groupnorm_kernel"
-_REACH = 24  # calls to look ahead for the reader of a result
+_REACH = 24  # calls to look ahead for the reader of a result, or back for the writer of a residual
 
 
 def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
@@ -105,7 +105,7 @@ class _Surroundings:
 
         None otherwise, or if the call could not be moved here.
         """
-        name, written = view.buffer, set[str]()
+        name, written = view.buffer, set[str | None]()
         if self.uses.reads.get(name) != 1 or self.uses.writes.get(name) != 1 or self.buffers[name].kind != "arena":
             return None
         for at in range(self.index - 1, max(-1, self.index - 1 - _REACH), -1):
@@ -114,7 +114,7 @@ class _Surroundings:
             if before is not None and name in outputs:
                 may_move = elementwise_kernel(before) and written.isdisjoint(each.buffer for each in before.inputs)
                 return at if may_move else None
-            written |= outputs
+            written |= outputs | {self.buffers[output].donor for output in outputs}
         return None
 
 
