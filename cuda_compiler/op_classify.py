@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from npu_compiler.program.elementwise import declaration, elementwise_kernel
-from npu_compiler.program.kernels import Family, KernelCall
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, elementwise_kernel
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall
 
 
-def classify(call: KernelCall) -> Family:
-    """The family of an op-level call, such as element-wise or convolution."""
-    return declaration(call).family
+def classify(call: KernelCall) -> Family | None:
+    """The family of an op-level call, such as element-wise; None for a call that only this target makes."""
+    decl = ELEMENTWISE_KERNELS.get(call.kernel) or KERNELS.get(call.kernel)
+    return None if decl is None else decl.family
 
 
 def is_elementwise(call: KernelCall) -> bool:

@@ -20,6 +20,7 @@ from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.packed_batches import pack_batches
+from cuda_compiler.passes.plane_products import form_plane_products, keep_scores_in_planes
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -57,8 +58,10 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
 
     return [
         ("open_short_reductions", open_short_reductions),
+        ("keep_scores_in_planes", keep_scores_in_planes),
         ("lay_channels_last", lay_channels_last),
         ("drop_copies", drop_copies),
+        ("form_plane_products", form_plane_products),
         ("absorb_epilogues", absorb_epilogues),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("write_in_place", write_in_place),

@@ -286,10 +286,10 @@ def _fits_epilogue(a: View, b: View, beneath: View, out: View) -> bool:
     Otherwise it rounds the product before it adds them.
     """
     whole = out.shape[-1] * itemsize(out.dtype) % 16 == 0
-    return whole and all(_is_aligned(view) for view in (a, b, beneath, out))
+    return whole and all(is_aligned(view) for view in (a, b, beneath, out))
 
 
-def _is_aligned(matrix: View) -> bool:
+def is_aligned(matrix: View) -> bool:
     """Whether every row of a matrix, or every column, begins at a multiple of 16 bytes."""
     return max(map(vector_width, (matrix, matrix.transpose(-1, -2)))) * itemsize(matrix.dtype) >= 16
 

@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 import traces
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
+from cuda_compiler.cuda_program import GemmLaunch, LaunchKind, gemm_of, kernel_launch_of
 from cuda_compiler.specialization.c_text import TYPES
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
@@ -32,6 +34,8 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.target_config import CUDA_GPU
 from npu_runtime import CPUBackend, Operand
 from npu_runtime.backend import Launch
+from npu_runtime.cpu.backend import bind
+from npu_runtime.torch_arrays import view_tensor
 
 _CLUSTERS_FROM = 90  # the first compute capability, times 10, that has clusters
 _COMPILER = ("g++", "-std=c++20", "-w", "-fPIC", "-fvisibility=hidden")
@@ -186,7 +190,10 @@ class EmulatedBackend(CPUBackend):
         return plan
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        operands, source = (*inputs, *outputs), self._sources[call.source]
+        operands = (*inputs, *outputs)
+        if call.kernel == LaunchKind.CUBLAS_GEMM:
+            return lambda: _multiply(gemm_of(call), [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
+        source = self._sources[call.source]
 
         def launch() -> None:  # holds the operands' memory, which nobody else may need any more
             addresses = [
@@ -196,6 +203,25 @@ class EmulatedBackend(CPUBackend):
             _run(call, source, addresses, self._folder, self._capability, self._blocks)
 
         return launch
+
+
+def _multiply(gemm: GemmLaunch, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Compute a product of cuBLASLt, reading memory by the launch's numbers as cuBLASLt does."""
+
+    def matrices(view: torch.Tensor, rows: int, columns: int, leading: int, stride: int) -> torch.Tensor:
+        return view.as_strided((gemm.batch, rows, columns), (stride, leading, 1), view.storage_offset())
+
+    a, b, *addends = inputs
+    m, n, k = gemm.m, gemm.n, gemm.k
+    left = matrices(a, k, m, gemm.lda, gemm.stride_a).mT if gemm.trans_a else matrices(a, m, k, gemm.lda, gemm.stride_a)
+    right = matrices(b, n, k, gemm.ldb, gemm.stride_b).mT if gemm.trans_b else matrices(b, k, n, gemm.ldb, gemm.stride_b)
+    sums = gemm.alpha * (left.float() @ right.float())
+    if gemm.has_bias:
+        sums += addends.pop(0).float()
+    if gemm.has_residual:
+        sums += matrices(addends[0], m, n, gemm.ldr, gemm.stride_r).float()
+    activation = {"none": lambda x: x, "relu": F.relu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+    matrices(out, m, n, gemm.ldc, gemm.stride_c).copy_(activation[gemm.activation](sums))
 
 
 def _run(

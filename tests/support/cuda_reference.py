@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cuda_compiler import CUDA_GPU, GPU
 from cuda_compiler.pipeline import cuda_stages
 from cuda_compiler.rules.epilogues import EPILOGUE, RESULT
+from cuda_compiler.rules.planes import PLANE_PRODUCT
 from cuda_compiler.specialization.activations import op_of
 from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.kernels import KernelCall
@@ -70,6 +71,8 @@ class ReferenceBackend(CPUBackend):
                 normed.copy_(activated(normed.float(), name))
 
             return then_activate
+        if call.kernel == PLANE_PRODUCT:
+            return self._plane_product(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
         if "residual_last" in call.params or "(" in call.params.get("activation", ""):
             return self._finished_apart(call, inputs, outputs)
         if call.kernel != "to_channels_last":
@@ -87,6 +90,15 @@ class ReferenceBackend(CPUBackend):
             )
             out.zero_()
             out[:, : squares.shape[1]].copy_(squares)
+
+        return launch
+
+    def _plane_product(self, call: KernelCall, operands: list[torch.Tensor], out: torch.Tensor) -> Launch:
+        x, weight, *bias = operands
+
+        def launch() -> None:
+            sums = weight.float() @ x.float()
+            out.copy_(activated(sums + bias[0].float()[:, None] if bias else sums, call.params["activation"]))
 
         return launch
 
