@@ -24,7 +24,8 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View, collapse, contiguous_strides, numel
 
 _PRODUCTS, _CONVOLUTION = ("matmul_kernel", "matmul_notrans_kernel"), "conv2d_kernel"
-_OF_SCORES = {"batched_matmul_kernel", "softmax_kernel", "masked_softmax_kernel"}
+_BATCHED = "batched_matmul_kernel"
+_OF_SCORES = {_BATCHED, "softmax_kernel", "masked_softmax_kernel"}
 _READERS = (Family.MATMUL, Family.SOFTMAX, Family.REDUCTION)
 _FEWEST_PLACES = 16  # side by side
 
@@ -70,12 +71,44 @@ def form_plane_products(plan: ExecutionPlan) -> ExecutionPlan:
     """
     forming = _Forming(plan)
     for index, call in reversed(list(enumerate(plan.calls))):
-        if call.kernel in _PRODUCTS and call.params["m"] > VECTOR_ROWS:
-            forming.turn(index)
+        product = _Rows.of(call, plan)
+        if product is not None:
+            forming.turn(index, product)
     if forming.calls == plan.calls:
         return plan
     calls = [call for call in forming.calls if call is not None]
     return drop_copies(replace(plan, calls=calls, buffers=forming.buffers))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The product out [m, n] = act(x [m, k] · weight [n, k]ᵀ + bias [n]) of many rows; `bias` may be empty."""
+
+    x: View
+    weight: View
+    bias: Sequence[View]
+    out: View
+    activation: str
+
+    @staticmethod
+    def of(call: KernelCall, plan: ExecutionPlan) -> _Rows | None:
+        """The product that a call computes, in one floating-point dtype; None if it is none, or adds a residual."""
+        if call.kernel in _PRODUCTS:
+            x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+            assert x is not None and weight is not None and out is not None
+            addends = () if bias is None else (bias,)
+            product = _Rows(x, weight, addends, out, call.params["activation"])
+            fits = residual is None
+        elif call.kernel == _BATCHED:
+            x, weight, out = (each.reshape(each.shape[-2:]) for each in (*call.inputs, *call.outputs))
+            if x is None or weight is None or out is None:
+                return None
+            product = _Rows(x, weight.transpose(0, 1), (), out, "none")
+            fits = call.params["scale"] == 1 and plan.buffers[weight.buffer].is_constant
+        else:
+            return None
+        fits = fits and is_float(product.x.dtype) and product.x.shape[0] > VECTOR_ROWS
+        return product if fits and product.x.dtype == product.weight.dtype == product.out.dtype else None
 
 
 @dataclass(frozen=True)
@@ -116,20 +149,16 @@ class _Forming:
                 for view in views:
                     touching.setdefault(view.buffer, set()).add(index)
 
-    def turn(self, index: int) -> None:
+    def turn(self, index: int, product: _Rows) -> None:
         """Replace a product of rows by one in planes if its operand is a copy of planes, or its readers want planes."""
-        call = self._at(index)
-        x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
-        assert x is not None and weight is not None and out is not None
-        if residual is not None or not is_float(x.dtype) or not x.dtype == weight.dtype == out.dtype:
-            return
+        x, weight, out = product.x, product.weight, product.out
         if not self._is_whole(out) or self._writes[out.buffer] != {index}:
             return
         result, source = self._result(out), self._uncopied(index, x)
         if source is not None and result is not None and source.planes.shape[2] != result.places:
             source = None
         few = keeps_in_registers(weight)
-        one_sided = not few and _by_cublas(call)  # a product by cuBLASLt may have planes on one side only
+        one_sided = not few and _activates(product)  # a product by cuBLASLt may have planes on one side only
         if source is not None and (result is not None or one_sided):
             operand = source.planes
         elif source is None and result is not None and one_sided and result.is_walked:
@@ -139,9 +168,10 @@ class _Forming:
         target = _in_rows(out, operand.shape[2])
         if result is not None:
             target = replace(target, strides=contiguous_strides(target.shape))
-        if not few and not (_is_aligned(operand) and _is_aligned(target)):
+        turned = [*([operand] if source is not None else []), *([target] if result is not None else [])]
+        if not few and not all(map(_is_aligned, turned)):
             return
-        self.calls[index] = _product(call, operand, weight, [bias] if bias is not None else [], target)
+        self.calls[index] = _product(self._at(index), operand, weight, product.bias, target)
         if source is not None:
             self.calls[source.copy] = None
             self._reads[operand.buffer] = self._reads[operand.buffer] - {source.copy} | {index}
@@ -220,7 +250,7 @@ class _Forming:
 
 
 def _product(call: KernelCall, x: View, weight: View, bias: Sequence[View], out: View) -> KernelCall:
-    params = {"activation": call.params["activation"]}
+    params = {"activation": call.params.get("activation", "none")}
     return replace(call, kernel=PLANE_PRODUCT, source="", inputs=(x, weight, *bias), outputs=(out,), params=params)
 
 
@@ -231,10 +261,9 @@ def _takes(before: KernelCall, after: KernelCall) -> bool:
     return (is_elementwise(before) or classify(before) in _READERS) and takes_as_declared(before, after)
 
 
-def _by_cublas(call: KernelCall) -> bool:
+def _activates(product: _Rows) -> bool:
     """Whether cuBLASLt can apply a product's activation."""
-    activation = call.params["activation"]
-    return activation == "none" or cublas_activates(activation, call.outputs[0].dtype)
+    return product.activation == "none" or cublas_activates(product.activation, product.out.dtype)
 
 
 def _in_rows(rows: View, places: int) -> View:

@@ -192,7 +192,9 @@ class EmulatedBackend(CPUBackend):
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         operands = (*inputs, *outputs)
         if call.kernel == LaunchKind.CUBLAS_GEMM:
-            return lambda: _multiply(gemm_of(call), [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
+            return lambda: _multiply(
+                gemm_of(call), [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0]))
+            )
         source = self._sources[call.source]
 
         def launch() -> None:  # holds the operands' memory, which nobody else may need any more
@@ -214,14 +216,17 @@ def _multiply(gemm: GemmLaunch, inputs: Sequence[torch.Tensor], out: torch.Tenso
     a, b, *addends = inputs
     m, n, k = gemm.m, gemm.n, gemm.k
     left = matrices(a, k, m, gemm.lda, gemm.stride_a).mT if gemm.trans_a else matrices(a, m, k, gemm.lda, gemm.stride_a)
-    right = matrices(b, n, k, gemm.ldb, gemm.stride_b).mT if gemm.trans_b else matrices(b, k, n, gemm.ldb, gemm.stride_b)
+    right = (
+        matrices(b, n, k, gemm.ldb, gemm.stride_b).mT if gemm.trans_b else matrices(b, k, n, gemm.ldb, gemm.stride_b)
+    )
     sums = gemm.alpha * (left.float() @ right.float())
     if gemm.has_bias:
         sums += addends.pop(0).float()
     if gemm.has_residual:
         sums += matrices(addends[0], m, n, gemm.ldr, gemm.stride_r).float()
-    activation = {"none": lambda x: x, "relu": F.relu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
-    matrices(out, m, n, gemm.ldc, gemm.stride_c).copy_(activation[gemm.activation](sums))
+    if gemm.activation != "none":
+        sums = F.relu(sums) if gemm.activation == "relu" else F.gelu(sums, approximate="tanh")
+    matrices(out, m, n, gemm.ldc, gemm.stride_c).copy_(sums)
 
 
 def _run(
