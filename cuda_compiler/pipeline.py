@@ -25,6 +25,7 @@ from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.routing import join_routing
+from cuda_compiler.passes.shared_operands import join_shared_operands
 from cuda_compiler.passes.short_reductions import open_short_reductions
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
@@ -71,6 +72,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("round_biases", round_biases),
         ("order_operands", order_operands),
         ("form_attention", form_attention),
+        ("join_shared_operands", join_shared_operands),
         ("pack_batches", pack_batches),
         ("lay_integers", lay_integers),
         ("read_unwidened_keys", read_unwidened_keys),

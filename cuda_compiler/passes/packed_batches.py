@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 from cuda_compiler.passes.packed_operands import copy
-from cuda_compiler.rules.matmul import TILE, gemm
+from cuda_compiler.rules.matmul import TILE, gemm, has_few_rows
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
@@ -50,7 +50,7 @@ def pack_batches(plan: ExecutionPlan) -> ExecutionPlan:
 
 def _takes_long(call: KernelCall) -> bool:
     """Whether a call is a batched product for which the general kernel would take longer than copies."""
-    if call.kernel != _PRODUCT:
+    if call.kernel != _PRODUCT or has_few_rows(call):
         return False
     *batch, m, n = call.outputs[0].shape
     return 2 * numel(batch) * TILE**2 * groups(m, TILE) * groups(n, TILE) * call.inputs[0].shape[-1] >= _LEAST

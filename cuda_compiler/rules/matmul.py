@@ -20,6 +20,7 @@ FILLING_WARPS = MULTIPROCESSORS * 16  # enough to saturate memory bandwidth
 _LOADS = 8  # 16-byte loads of the weight in flight per thread
 TILE = 64
 _TILE_THREADS = 256
+_FEW_TERMS = 64
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
@@ -154,7 +155,35 @@ def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
     product = gemm(call, a, b, out, call.params["scale"])
     if product is not None:
         return [product]
+    if has_few_rows(call):
+        return [_few_rows(make, call)]
     return [_tiled(make, call, "tiled_batched", {"left": a, "right": b.transpose(-1, -2)}, out)]
+
+
+def has_few_rows(call: KernelCall) -> bool:
+    """Whether a batched product has so few rows and terms that reading the right matrices once is most of its work."""
+    views = (*call.inputs, *call.outputs)
+    few = 0 < call.outputs[0].shape[-2] <= VECTOR_ROWS and 0 < call.inputs[0].shape[-1] <= _FEW_TERMS
+    return few and all(is_float(view.dtype) for view in views)
+
+
+def _few_rows(make: Specializer, call: KernelCall) -> KernelCall:
+    (a, b), (out,) = call.inputs, call.outputs
+    along = b.strides[-2] == 1 and b.strides[-1] != 1
+    side = b.transpose(-1, -2) if along else b
+    pack = min(vector_width(side), 16 // itemsize(b.dtype))
+    while side.shape[-1] % pack:
+        pack //= 2
+    return make.kernel(
+        call,
+        "matmul/few_rows.cu",
+        function="few_rows",
+        inputs={"left": a, "right": b},
+        outputs={"out": out},
+        grid=(groups(out.numel // (out.shape[-2] * (1 if along else pack)), _TILE_THREADS), 1, 1),
+        block=(_TILE_THREADS, 1, 1),
+        constants={"pack": pack, "along": along, "whole": vector_width(out) >= pack},
+    )
 
 
 def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View) -> KernelCall:
