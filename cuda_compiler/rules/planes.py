@@ -19,8 +19,8 @@ from npu_compiler.program.views import View
 
 PLANE_PRODUCT = "plane_product_kernel"
 FEW_CHANNELS = 16  # of x and of the result, up to which a thread has room for all of a place
-_VALUES = 64  # of x in the registers of a thread
-_BLOCK = 256
+_VALUES = 32  # of x in the registers of a thread; more would leave too few threads for loads to overlap
+_BLOCK = 128
 _ENOUGH_THREADS = MULTIPROCESSORS * 256  # wider accesses do not pay until this many threads have work
 
 
