@@ -168,8 +168,8 @@ class _Forming:
         target = _in_rows(out, operand.shape[2])
         if result is not None:
             target = replace(target, strides=contiguous_strides(target.shape))
-        turned = [*([operand] if source is not None else []), *([target] if result is not None else [])]
-        if not few and not all(map(_is_aligned, turned)):
+        aligned = _is_aligned(target) and (source is None or _is_aligned(operand))
+        if not few and not aligned:
             return
         self.calls[index] = _product(self._at(index), operand, weight, product.bias, target)
         if source is not None:

@@ -15,6 +15,7 @@ from zoo_runs import extract, weights_of
 
 import npu_compiler
 from cuda_compiler import GPU, CUDACodegenTarget
+from cuda_compiler.cuda_program import GemmLaunch, gemm_of
 from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Executor, NPUBuffer, load_weights
 from npu_runtime.backend import Backend
@@ -143,3 +144,47 @@ def test_drawn_modules_mix_in_planes_without_copies(kind: str, seed: int, tmp_pa
             assert not copies(program), model
             found = result(program, backend, model, inputs)
             torch.testing.assert_close(found, expected, atol=2e-2, rtol=1e-2)
+
+
+class Applied(nn.Module):
+    """A function of a layer and a tensor."""
+
+    def __init__(self, layer: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer, x)
+
+
+def launches(layer: nn.Module, function: Callable[[nn.Module, Tensor], Tensor], *shape: int) -> list[GemmLaunch]:
+    """Return the products of cuBLASLt in the program of a function of a layer and a tensor."""
+    program = compiled(Applied(layer, function).eval(), [torch.empty(shape)], CUDACodegenTarget())
+    return [gemm_of(call) for call in program.plan.calls if call.kernel == "cublas_gemm"]
+
+
+def test_a_weight_whose_rows_are_not_aligned_is_stored_with_rows_that_are() -> None:
+    def twice(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(layer(x.relu().transpose(1, 2)).relu()).transpose(1, 2).relu()
+
+    mixed = launches(nn.Linear(196, 196), twice, 16, 196, 384)
+    assert [(gemm.batch, gemm.m, gemm.n, gemm.lda) for gemm in mixed] == 2 * [(16, 196, 384, 200)]
+    assert all(gemm.has_residual and gemm.stride_r == 0 for gemm in mixed)
+
+
+def test_a_result_that_a_convolution_reads_as_an_image_keeps_its_channels_innermost() -> None:
+    def image(layers: nn.Module, x: Tensor) -> Tensor:
+        linear, convolution = layers.children()
+        return convolution(linear(x).transpose(1, 2).unflatten(2, (16, 16)))
+
+    found = launches(nn.ModuleList([nn.Linear(32, 64), nn.Conv2d(64, 64, 3)]), image, 4, 256, 32)
+    assert [(gemm.batch, gemm.m, gemm.n) for gemm in found] == [(1, 1024, 64)]
+
+
+@pytest.mark.parametrize(("outputs", "batches"), [(32, [4]), (31, [])])
+def test_only_a_product_whose_rows_are_aligned_reads_planes(outputs: int, batches: list[int]) -> None:
+    def activated(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.tanh().transpose(1, 2)).relu()
+
+    found = launches(nn.Linear(64, outputs), activated, 4, 64, 256)
+    assert [gemm.batch for gemm in found if gemm.batch > 1] == batches
