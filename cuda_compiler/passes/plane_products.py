@@ -152,10 +152,11 @@ class _Forming:
     def turn(self, index: int, product: _Rows) -> None:
         """Replace a product of rows by one in planes if its operand is a copy of planes, or its readers want planes."""
         x, weight, out = product.x, product.weight, product.out
-        if not self._is_whole(out) or self._writes[out.buffer] != {index}:
-            return
-        result, source = self._result(out), self._uncopied(index, x)
-        if source is not None and result is not None and source.planes.shape[2] != result.places:
+        movable = self._is_whole(out) and self._writes[out.buffer] == {index}
+        result, source = self._result(out) if movable else None, self._uncopied(index, x)
+        if source is not None and (
+            source.planes.buffer == out.buffer or result is not None and source.planes.shape[2] != result.places
+        ):
             source = None
         few = keeps_in_registers(weight)
         one_sided = not few and _activates(product)  # a product by cuBLASLt may have planes on one side only

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from cuda_gpu import cuda_backends, needs_gpu
 from cuda_on_cpu import EmulatedBackend
 from cuda_reference import LaidOut, ReferenceBackend
 from torch import Tensor, nn
@@ -128,6 +129,21 @@ def result(program: CompiledProgram, backend: Backend, model: nn.Module, inputs:
 
 def copies(program: CompiledProgram) -> list[str]:
     return [call.kernel for call in program.plan.calls if any(word in call.kernel for word in MOVING)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_modules_mix_in_planes_on_a_gpu(kind: str, seed: int) -> None:
+    draw, backend = Random(f"{seed} {kind} gpu"), cuda_backends()[0]
+    torch.manual_seed(seed)
+    for _ in range(4):
+        model, shapes = KINDS[kind](draw)
+        inputs = [torch.randn(shape) for shape in shapes]
+        with torch.no_grad():
+            expected = model.eval()(*(x.half().float() for x in inputs))
+        found = result(compiled(model, inputs, CUDACodegenTarget()), backend, model, inputs)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
