@@ -31,8 +31,10 @@ __device__ __forceinline__ void add_product(float &sum, Half left, Half right) {
 #include "conv/shared_sums.cuh"
 #include "conv/spread.cuh"
 
-// Channels that a thread finishes at a time; one where rows of the result are not aligned.
+// Channels that a thread finishes at a time, and threads that finish one row: a warp where rows of the result are not aligned, so that
+// what a row needs is computed once for several channels, which neighbouring lanes write side by side.
 constexpr int FINISHED = aligned ? PACK : 1;
+constexpr int ROW_THREADS = aligned ? tile_n / PACK : smaller(WARP, tile_n);
 
 WAITING_KERNEL(TILED) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -49,21 +51,23 @@ WAITING_KERNEL(TILED) {
     float *partial = reinterpret_cast<float *>(memory);
     keep_sums(partial, sums);
     constexpr int own_rows = tile_m / SHARERS;
-    for (int i = threadIdx.x; i < own_rows * (tile_n / FINISHED); i += THREADS) {
-        const int tile_row = int(tile.sharer) * own_rows + i / (tile_n / FINISHED);
-        const int tile_column = i % (tile_n / FINISHED) * FINISHED;
+    for (int i = threadIdx.x; i < own_rows * ROW_THREADS; i += THREADS) {
+        const int tile_row = int(tile.sharer) * own_rows + i / ROW_THREADS;
         const unsigned number = tile.first_window + tile_row;
-        const unsigned channel = tile.first_channel + tile_column;
-        if (number >= ROWS || channel >= tile.end_channel) {
-            continue;
+#pragma unroll
+        for (int tile_column = i % ROW_THREADS * FINISHED; tile_column < tile_n; tile_column += ROW_THREADS * FINISHED) {
+            const unsigned channel = tile.first_channel + tile_column;
+            if (number >= ROWS || channel >= tile.end_channel) {
+                break;
+            }
+            const Target target = target_of(number % WINDOWS, channel);
+            if (!target.exists) {
+                continue;
+            }
+            float values[FINISHED];
+            whole_sums(values, partial + tile_row * SUM_STAGE + tile_column);
+            finish(values, bias, residual, out, number / WINDOWS, target.channel, target.pixel);
         }
-        const Target target = target_of(number % WINDOWS, channel);
-        if (!target.exists) {
-            continue;
-        }
-        float values[FINISHED];
-        whole_sums(values, partial + tile_row * SUM_STAGE + tile_column);
-        finish(values, bias, residual, out, number / WINDOWS, target.channel, target.pixel);
     }
     part_from_cluster();
 }
