@@ -7,8 +7,12 @@ Result:  q' = to_channels_last(q), which is [3136, 4, 16, 8] with zeros at the e
 Given:   y = attention(q, k, v: [1, 1, 4096, 512])
 Result:  s = batched_matmul(q, k.T);  p = softmax(s);  y = batched_matmul(p, v)
 
+Given:   k' = copy(k);  y = attention(q, k', v), where k's heads have contiguous rows
+Result:  y = attention(q, k, v)
+
 The first is for heads whose rows are not whole aligned vectors; zeros change no score. The second is for heads that are
-wider than the attention kernels' registers. Without them a plain kernel computes the rows one by one.
+wider than the attention kernels' registers. Without them a plain kernel computes the rows one by one. The third is for
+heads that are channels of images: `channels_last` lays them as attention can read them.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from cuda_compiler.passes.packed_operands import copy, packing
 from cuda_compiler.rules.attention import WIDEST_HEAD, suits_tensor_cores
 from cuda_compiler.rules.channel_packs import PACK
+from cuda_compiler.specialization.sizes import vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.placement import is_copy, moved_view
@@ -67,7 +72,14 @@ class _Formed:
         elif is_narrow and not suits_tensor_cores(q, k, v):
             self._pad(call, q, k, v, [view for view in (mask, sinks) if view is not None], out)
         else:
-            self.calls.append(call)
+            self._read_in_place(call, q, k, v)
+
+    def _read_in_place(self, call: KernelCall, q: View, k: View, v: View) -> None:
+        """Append an attention that reads heads where they were copied from, if their rows are whole vectors there."""
+        sources = [self._copied(view) for view in (q, k, v)]
+        if all(view.strides[3] == 1 for view in sources) and suits_tensor_cores(*sources):
+            call = replace(call, inputs=(*sources, *call.inputs[3:]))
+        self.calls.append(call)
 
     def _pad(self, call: KernelCall, q: View, k: View, v: View, others: list[View], out: View) -> None:
         padded = [self._padded(view, call.node) for view in (q, k, v)]
@@ -76,8 +88,11 @@ class _Formed:
         self.calls.append(copy(result.slice(3, 0, out.shape[3]), out, call.node))
 
     def _padded(self, view: View, node: str) -> View:
-        """A copy of heads [B, H, T, D] whose rows are whole aligned vectors, with zeros at their ends."""
+        """Heads [B, H, T, D] whose rows are whole aligned vectors: the view, or a copy with zeros at their ends."""
         spare = -view.shape[3] % PACK
+        view = self._copied(view)
+        if spare == 0 and view.strides[3] == 1 and vector_width(view) >= PACK:
+            return view
         target = self._by_tokens((*view.shape[:3], view.shape[3] + spare), view.dtype, f"{node}.padded")
         if spare == 0:
             self.calls.append(copy(view, target, node))

@@ -40,21 +40,26 @@ def _capped(scores: Pattern) -> P:
 def _attention_patterns() -> tuple[P, ...]:
     """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped.
 
-    The scaled scores may have a soft cap.
+    The scaled scores may have a soft cap. Or the transpose of that, vᵀ · softmax(…)ᵀ, where vᵀ arrives.
     """
     raw = P(_PRODUCTS, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
-    result: list[P] = []
+    result: list[Pattern] = []
     for scores in scaled:
         scores = Maybe(scores)  # type: ignore[assignment]
         for bounded in (scores, _capped(scores)):
-            result += (_attended(logits) for logits in (add(bounded, mask), bounded))
+            result += (add(bounded, mask), bounded)
     prescaled = P(_PRODUCTS, (mul(q, Num("scale")), k))
-    return (*result, *(_attended(logits) for logits in (add(prescaled, mask), prescaled)))
+    weights = [Maybe(_softmax(Maybe(logits))) for logits in (*result, add(prescaled, mask), prescaled)]
+    turned = (P("aten.transpose aten.permute", (each,), where=_swaps_last_dims) for each in weights)
+    return (*(P(_PRODUCTS, (each, v)) for each in weights), *(P(_PRODUCTS, (v, each)) for each in turned))
 
 
-def _attended(logits: Pattern) -> P:
-    return P(_PRODUCTS, (Maybe(_softmax(Maybe(logits))), v))
+def _swaps_last_dims(node: OpNode, graph: IRGraph) -> bool:
+    rank = len(graph.tensors[node.inputs[0]].shape)
+    if "dims" in node.attrs:
+        return [dim % rank for dim in node.attrs["dims"]] == [*range(rank - 2), rank - 1, rank - 2]
+    return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 2, rank - 1}
 
 
 def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
@@ -63,22 +68,37 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
     key_shape = specs[keys].shape
     if not len(specs[query].shape) == len(key_shape) == len(specs[values].shape) or len(key_shape) not in (3, 4):
         return None
-    if specs[match.root.outputs[0]].shape[:-1] != specs[query].shape[:-1]:
+    is_turned = match.root.inputs[0] == values
+    out = specs[match.root.outputs[0]].shape
+    if (_flipped(out) if is_turned else out)[:-1] != specs[query].shape[:-1]:
         return None
     scale = match.scalars.get("scale", 1.0) / match.scalars.get("divisor", 1.0)
     soft_cap = match.scalars.get("cap", 0.0)
     if soft_cap != match.scalars.get("bound", 0.0):
         return None
-    flipped = (*key_shape[:-2], key_shape[-1], key_shape[-2])
     bias = match.tensors.get("mask")
     if bias is not None and (specs[bias].dtype == "bool" or len(specs[bias].shape) > len(key_shape)):
         return None
-    key = rewriter.node(f"{match.root.name}.key", "aten.transpose.int", (keys,), keys, flipped, dim0=-2, dim1=-1)
-    inputs = (query, key, values) if bias is None else (query, key, values, bias)
-    caps = {"soft_cap": soft_cap} if soft_cap else {}
-    node = fused("npu.attention", match, inputs, scale=scale, **caps)
-    checked = replace(rewriter.graph, tensors=specs)
-    return None if unsupported_reason(node, checked) else node
+    swap = {"dim0": -2, "dim1": -1}
+
+    def turned(name: str, what: str) -> str:
+        stem, shape = f"{match.root.name}.{what}", _flipped(specs[name].shape)
+        return rewriter.node(stem, "aten.transpose.int", (name,), name, shape, **swap)
+
+    key, value = turned(keys, "key"), turned(values, "value") if is_turned else values
+    inputs = (query, key, value) if bias is None else (query, key, value, bias)
+    attrs = {"scale": scale, **({"soft_cap": soft_cap} if soft_cap else {})}
+    node = result = fused("npu.attention", match, inputs, **attrs)
+    if is_turned:
+        stem, like = f"{match.root.name}.attended", match.root.outputs[0]
+        attended = rewriter.node(stem, "npu.attention", inputs, like, _flipped(out), **attrs)
+        node = replace(node, outputs=(attended,))
+        result = fused("aten.transpose.int", match, (attended,), **swap)
+    return None if unsupported_reason(node, replace(rewriter.graph, tensors=specs)) else result
+
+
+def _flipped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def share_kv_heads(graph: IRGraph) -> IRGraph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import torch.nn.functional as F
 from cuda_on_cpu import run_on_cpu
 from cuda_reference import LaidOut, ReferenceBackend
 from ir_builder import IRBuilder
+from torch import nn
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Executor, NPUBuffer, load_weights
+from npu_sim.extract import extract_ir
 
 
 def compiled(graph: IRBuilder, dtype: str) -> CompiledProgram:
@@ -122,6 +125,41 @@ def test_attention_among_channels_reads_tokens_where_they_lie() -> None:
     q, k, v = (part.unflatten(2, (16, 24)).permute(0, 2, 3, 1) for part in x.half().float().split(16 * 24, 2))
     expected = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=5e-3, rtol=5e-3)
+
+
+class AttentionOverPixels(nn.Module):
+    """Attention of a vision network whose queries, keys and values are channels of one image."""
+
+    def __init__(self, heads: int, width: int, value_width: int, side: int, with_bias: bool) -> None:
+        super().__init__()
+        self.sizes, self.heads = [width, width, value_width], heads
+        self.before = nn.Conv2d(16, heads * sum(self.sizes), 1)
+        self.after = nn.Conv2d(heads * value_width, 16, 1)
+        self.bias = nn.Parameter(torch.randn(heads, side * side, side * side)) if with_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.before(x).unflatten(1, (self.heads, -1)).flatten(3).split(self.sizes, 2)
+        scores = q.transpose(-2, -1) @ k * q.shape[2] ** -0.5
+        weights = (scores if self.bias is None else scores + self.bias).softmax(-1)
+        return self.after((v @ weights.transpose(-2, -1)).reshape(x.shape[0], -1, *x.shape[2:]))
+
+
+def test_attention_over_channels_of_an_image_reads_them_where_they_lie(seed: int) -> None:
+    draw = Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(3):
+        side = draw.randint(3, 9)
+        sizes = draw.randint(1, 4), 8 * draw.randint(1, 4), 8 * draw.randint(1, 8), side
+        module = AttentionOverPixels(*sizes, with_bias=draw.random() < 0.5).eval()
+        x = torch.randn(draw.randint(1, 3), 16, side, side)
+        options, ir = npu_compiler.CompileOptions(compute_dtype="float16"), extract_ir(module, [x])
+        names = kernels(npu_compiler.compile(ir, CUDACodegenTarget(), options))
+        last = max(number for number, name in enumerate(names) if "attention" in name)
+        assert not [name for name in names[: last + 2] if "copy" in name or "transpose" in name], names
+        program = npu_compiler.compile(ir, LaidOut(), options)
+        with torch.no_grad():
+            expected = module(x.half().float())
+        torch.testing.assert_close(result(program, module.state_dict(), x.half()), expected, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,17 @@ def prescaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     return torch.bmm(F.softmax(torch.bmm(q * 0.3, k.transpose(1, 2)) + mask, dim=-1), v)
 
 
+def channels_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention over pixels, of images [..., channels, pixels], as in LeViT."""
+    weights = F.softmax(q.transpose(-2, -1) @ k * 0.3 + mask, dim=-1)
+    return v @ weights.transpose(-2, -1)
+
+
+def pixels_of_an_autoencoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    weights = F.softmax(torch.bmm(q.permute(0, 2, 1), k) * 0.25, dim=2)
+    return torch.bmm(v, weights.permute(0, 2, 1))
+
+
 def kv_heads_shared(graph: IRGraph) -> int:
     """Attention nodes that read keys with fewer heads than queries."""
     attention = [n for n in graph if n.base in ("aten.scaled_dot_product_attention", "npu.attention")]
@@ -262,6 +273,12 @@ CASES = {
     "attention-divided": Case("attention", op("npu.attention"), function(divided), (HEADS, HEADS, HEADS)),
     "attention-prescaled": Case(
         "attention", op("npu.attention"), function(prescaled), ((2, 5, 8), (2, 6, 8), (2, 6, 8), (5, 6))
+    ),
+    "attention-channels-first": Case(
+        "attention", op("npu.attention"), function(channels_first), (HEADS, HEADS, HEADS, (4, 8, 8))
+    ),
+    "attention-autoencoder": Case(
+        "attention", op("npu.attention"), function(pixels_of_an_autoencoder), ((2, 8, 5), (2, 8, 6), (2, 8, 6))
     ),
     "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
