@@ -650,7 +650,7 @@ SIGNLESS_ZEROS = {
     "aten.fmax aten.fmin": "which of two zeros is larger",
     "aten.sort aten.msort aten.topk": "which of two zeros is larger",
     "aten.var_mean aten.norm aten.linalg_norm": "the sign of a zero that rounding makes",
-    "aten.lerp aten.elu aten.softshrink": "the sign of a product with 0",
+    "aten.lerp aten.elu aten.softshrink aten.gelu": "the sign of a product with 0",
 }
 
 
