@@ -105,11 +105,11 @@ def _begun(call: KernelCall) -> tuple[Epilogue, dict[str, View]]:
 
 def _with(call: KernelCall, steps: tuple[Step, ...], operands: Mapping[str, View]) -> KernelCall:
     """The convolution with these steps and operands as its epilogue, and without any other."""
-    count = len(call.inputs) - len(operands_of(call)) - int(call.params.get("has_residual", 0))
+    own = len(call.inputs) - len(operands_of(call)) - int(call.params.get("has_residual", 0))
     params = {name: value for name, value in call.params.items() if name != RESIDUAL_LAST}
     params |= {"activation": "none", "has_residual": 0} if call.kernel in KERNELS else {}
     params[EPILOGUE] = Epilogue(steps, tuple(operands))
-    return replace(call, inputs=(*call.inputs[:count], *operands.values()), params=params)
+    return replace(call, inputs=(*call.inputs[:own], *operands.values()), params=params)
 
 
 def _step(
