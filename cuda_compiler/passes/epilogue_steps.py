@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 
-from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.rules.conv import RESIDUAL_LAST
 from cuda_compiler.rules.epilogues import EPILOGUE, Argument, Epilogue, Step, epilogue_of, operands_of
 from cuda_compiler.specialization.activations import kernels_have, op_of
@@ -29,7 +28,7 @@ def with_step(call: KernelCall, after: KernelCall) -> KernelCall | None:
     """
     product, out = call.outputs[0], after.outputs[0]
     own = [view for view in after.inputs if view.buffer == product.buffer]
-    if product.dtype != out.dtype or not is_dense(product) or not is_run(out, product.numel):
+    if product.dtype != out.dtype or not product.is_dense or not is_run(out, product.numel):
         return None
     if any(view.offset != product.offset or not is_run(view, product.numel) for view in own):
         return None
@@ -50,7 +49,7 @@ def with_residual_computed(call: KernelCall, before: KernelCall) -> KernelCall |
     residual, made = residual_of(call), before.outputs[0]
     if residual is None or (made.dtype, made.offset) != (residual.dtype, residual.offset):
         return None
-    if not is_dense(residual) or not is_run(made, residual.numel):
+    if not residual.is_dense or not is_run(made, residual.numel):
         return None
     (name,) = [name for name, view in operands.items() if view == residual]
     del operands[name]
@@ -68,21 +67,9 @@ def residual_of(call: KernelCall) -> View | None:
     return next((view for view in views if _is_laid_as(view, call.outputs[0])), None)
 
 
-def is_dense(view: View) -> bool:
-    """Whether the view's elements fill one contiguous stretch of memory, with the dimensions in any order."""
-    steps = sorted((stride, size) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1)
-    reached = 1
-    for stride, size in steps:
-        if stride != reached:
-            return False
-        reached *= size
-    return True
-
-
 def is_run(view: View, numel: int) -> bool:
     """Whether the view's elements, in row-major order, are `numel` consecutive elements of memory."""
-    place = place_of(view)
-    return place.sizes == (numel,) and place.strides == (1,)
+    return view.is_contiguous and view.numel == numel
 
 
 def _begun(call: KernelCall) -> tuple[Epilogue, dict[str, View]]:

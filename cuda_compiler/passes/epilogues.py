@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.passes.epilogue_steps import is_dense, is_run, residual_of, with_residual_computed, with_step
+from cuda_compiler.passes.epilogue_steps import is_run, residual_of, with_residual_computed, with_step
 from cuda_compiler.rules.channel_packs import single_pixels, single_taps
 from cuda_compiler.rules.conv import RESIDUAL_LAST
 from cuda_compiler.rules.linear_wgmma import MOST_ROWS
@@ -219,7 +219,7 @@ def _next(
 def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     """The call with the element-wise call `after` as its epilogue; None if its kernel cannot do that."""
     product, out = call.outputs[0], after.outputs[0]
-    if not is_dense(product) or product.dtype != out.dtype or not is_run(out, product.numel):
+    if not product.is_dense or product.dtype != out.dtype or not is_run(out, product.numel):
         return None
     decl = elementwise_kernel(after)
     assert decl is not None

@@ -38,6 +38,12 @@ class View:
         """Whether the view is row-major without gaps; strides of dimensions of size 1 do not matter."""
         return is_contiguous(self.shape, self.strides)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one stretch of memory without gaps, with the dimensions in any order."""
+        order = sorted(range(self.rank), key=lambda dim: -self.strides[dim])
+        return is_contiguous(tuple(self.shape[dim] for dim in order), tuple(self.strides[dim] for dim in order))
+
     def dim(self, index: int) -> int:
         """A dimension number, from 0 on; negative ones count from the end."""
         return index + self.rank if index < 0 else index

@@ -6,7 +6,7 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.placement import place_in_targets, takes_as_declared
 from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.views import View, collapse
+from npu_compiler.program.views import View
 
 
 def place_parts(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
@@ -27,14 +27,7 @@ def _takes(before: KernelCall, after: KernelCall) -> bool:
     """
     pairs = zip((*before.inputs, *before.outputs), (*after.inputs, *after.outputs), strict=True)
     moved = [new for old, new in pairs if new != old]
-    return takes_as_declared(before, after) and all(_is_run(view) or _is_channels_last(view) for view in moved)
-
-
-def _is_run(view: View) -> bool:
-    """Whether a view's elements follow each other in memory, in any order of its dimensions."""
-    order = sorted(range(view.rank), key=lambda dim: -view.strides[dim])
-    sizes, (steps,) = collapse([view.shape[dim] for dim in order], [view.strides[dim] for dim in order])
-    return len(sizes) <= 1 and all(step == 1 for step in steps)
+    return takes_as_declared(before, after) and all(view.is_dense or _is_channels_last(view) for view in moved)
 
 
 def _is_channels_last(view: View) -> bool:

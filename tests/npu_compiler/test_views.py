@@ -151,3 +151,10 @@ def test_a_view_is_the_same_view_under_its_own_shape(shape: tuple[int, ...]) -> 
     view, _ = pair(shape)
     assert view.reshape(shape) == replace(view, strides=view.reshape(shape).strides)  # type: ignore[union-attr]
     assert view.expand(shape) == view
+
+
+@given(st.lists(SIZES, max_size=4), st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 12]), min_size=4, max_size=4))
+def test_a_dense_view_covers_one_stretch_of_memory_once(shape: list[int], strides: list[int]) -> None:
+    view = View("x", tuple(shape), tuple(strides[: len(shape)]), 0, "int32")
+    touched = torch.arange(200).as_strided(view.shape, view.strides).flatten().sort().values
+    assert view.is_dense == torch.equal(touched, torch.arange(view.numel))
