@@ -5,6 +5,9 @@ Result: (u = x[…, index] / s; v = u + y)
 
 Given:  t[..., 0] = neg(b);  t[..., 1] = copy(a);  (u = t * s; v = u + y)
 Result: (u = (neg(b) or a, by the last coordinate) * s; v = u + y)
+
+Given:  (a = b + c; t[:, :8] = copy(a));  t[:, 8:] = copy(d);  u = relu(t);  v = a * e
+Result: a = b + c;  u = relu(a or d, by the last coordinate);  v = a * e
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, place_of
+from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, merge, place_of
 from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
 from cuda_compiler.rules.movement import is_transposing
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.placement import is_copy
 from npu_compiler.program.views import View, numel
 
 _REACH = 48  # groups between a part and its reader
@@ -28,6 +32,7 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
     Args:
         private: The buffers that nothing but these groups reads.
     """
+    groups, origins = _copying_apart(groups, private)
     left: list[Group | None] = list(groups)
     writers: dict[str, list[int]] = {}
     readers: dict[str, list[int]] = {}
@@ -46,7 +51,7 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
                 continue
             found = _parts(name, [left[each] for each in at], readers, private) if _reads_once(group, view) else []
             tiled = _picks(found) and _is_transposing(group)
-            if found and not tiled and _may_move(found, at, index, left):
+            if found and not tiled and _may_move(at, index, left):
                 parts[name] = found
         reader = left[index]
         assert reader is not None
@@ -54,7 +59,69 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
         for name in joined.inlined.keys() & parts.keys():
             for each in writers[name]:
                 left[each] = None
+    _rejoin(left, origins)
     return [group for group in left if group is not None]
+
+
+def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[list[Group], dict[int, int]]:
+    """The groups, with copies into a buffer that one element-wise group reads as groups of their own.
+
+    Only copies of what is in memory anyway, since the rest of the group loads it or another group reads it too.
+
+    Returns:
+        The groups, and the index of each such copy → that of the rest of its group.
+    """
+    readers: dict[str, list[Group]] = {}
+    for group in groups:
+        for name in group.read_buffers:
+            readers.setdefault(name, []).append(group)
+    parted: list[Group] = []
+    origins: dict[int, int] = {}
+    for group in groups:
+        rest, copies = group.calls, list[KernelCall]()
+        for call in group.calls if group.is_elementwise else ():
+            others = [each for each in rest if each is not call]
+            reading = readers.get(call.outputs[0].buffer, [])
+            single = call.outputs[0].buffer in private and [each.is_elementwise for each in reading] == [True]
+            if single and others and is_copy(call) and _can_do_without(others, call, readers, private):
+                rest = others
+                copies.append(call)
+        origin = len(parted)
+        parted.append(_group_of(rest, group) if copies else group)
+        for call in copies:
+            origins[len(parted)] = origin
+            parted.append(_group_of([call], group))
+    return parted, origins
+
+
+def _rejoin(left: list[Group | None], origins: Mapping[int, int]) -> None:
+    """Put copies that no group has taken back into the groups that they come from."""
+    for index, origin in origins.items():
+        before, copying = left[origin], left[index]
+        joined = merge(before, copying) if before is not None and copying is not None else None
+        if joined is not None:
+            left[origin], left[index] = joined, None
+
+
+def _can_do_without(
+    calls: Sequence[KernelCall], copy: KernelCall, readers: Mapping[str, list[Group]], private: Collection[str]
+) -> bool:
+    """Whether the other calls of a group neither touch a copy's result nor leave its source in registers."""
+    source, target = place_of(copy.inputs[0]), copy.outputs[0].buffer
+    if any(view.buffer == target for call in calls for view in (*call.inputs, *call.outputs)):
+        return False
+    written = any(place_of(view) == source for call in calls for view in call.outputs)
+    if written:
+        return source.buffer in readers or source.buffer not in private
+    return any(place_of(view) == source for call in calls for view in call.inputs)
+
+
+def _group_of(calls: list[KernelCall], whole: Group) -> Group:
+    """Some calls of a group as a group."""
+    written = {place_of(view) for call in calls for view in call.outputs}
+    reads = {place_of(view): view for call in calls for view in call.inputs if place_of(view) not in written}
+    writes = {place_of(view): view for call in calls for view in call.outputs}
+    return Group(calls, list(reads.values()), list(writes.values()), whole.inlined)
 
 
 def _is_near(writers: Sequence[int], reader: int) -> bool:
@@ -119,11 +186,14 @@ def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
     return [Part(results[each][0], extents[at], steps[at], *intervals[each][at]) for each in order]
 
 
-def _may_move(parts: Sequence[Part], at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:
-    """Whether the parts, now groups `at`, may be computed by group `index`, which writes nothing that they read."""
-    read = {view.buffer for part in parts for view in part.group.loads}
-    between = [left[each] for each in range(min(at), index + 1) if each not in at]
-    return all(group is None or group.written_buffers.isdisjoint(read) for group in between)
+def _may_move(at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:
+    """Whether the groups `at` may be computed by group `index`: nothing writes what they read from there to here."""
+    return not any(
+        group is not None and not group.written_buffers.isdisjoint(moved.read_buffers)
+        for each in at
+        if (moved := left[each]) is not None
+        for group in left[each + 1 : index + 1]
+    )
 
 
 def _picks(parts: Sequence[Part]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_program import KernelLaunch
-from cuda_compiler.elementwise.grouping import Group, Place, place_of
+from cuda_compiler.elementwise.grouping import Group, Part, Place, place_of
 from cuda_compiler.elementwise.inlining import all_calls, loaded_bytes
 from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
 from cuda_compiler.specialization.c_text import TYPES, expression, float_text, index_type, int_text, offset_text
@@ -144,6 +144,8 @@ def group_text(
         pick = _pick_of_vectors(group, view, width)
         if pick is not None:
             _read_picked(body, pick, view, index, bound)
+        elif _lies_in_parts(group, view, width):
+            _read_parts(body, group.inlined[view.buffer], view, index, width, bound)
         elif view.buffer in group.inlined:
             kind = _element_kind(view)
             body.lane += [f"{kind} x{index};", *_inlined(body, group, view, f"x{index}", "(first + lane)", 0)]
@@ -163,14 +165,7 @@ def group_text(
         index = outputs[place_of(view)]
         arguments.append(f"{TYPES[view.dtype]} *out{index}")
         _write(body, view, index, width, bound)
-    statements = [
-        *body.before,
-        "#pragma unroll",
-        f"for (int lane = 0; lane < {bound}; lane++) {{",
-        *(f"    {line}" for line in body.lane),
-        "}",
-        *body.after,
-    ]
+    statements = [*body.before, *_for_each_lane(body.lane, bound), *body.after]
     needed = {function.name for call in all_calls(group) for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
@@ -325,20 +320,69 @@ def _missing(table: View) -> str:
     return "NAN_F" if is_float(table.dtype) else "0"
 
 
-def _read(body: _Body, view: View, index: int, width: int, bound: str) -> None:
+def _lies_in_parts(group: Group, view: View, width: int) -> bool:
+    """Whether a thread's elements of an inlined buffer are neighbours in one of several parts, wherever it begins."""
+    parts = group.inlined.get(view.buffer, ())
+    bounds = (bound * part.inner for part in parts for bound in (part.low, part.high, part.size))
+    in_one = len(parts) > 1 and all(bound % width == 0 for bound in bounds)
+    return width > 1 and in_one and _access(place_of(view), width) == "vector"
+
+
+def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, width: int, bound: str) -> None:
+    """Append the statements that compute a thread's elements of a buffer that is not stored; all are in one part."""
+    kind, size, inner = _element_kind(view), parts[0].size, parts[0].inner
+    begin = offset_text(view, "first") + (f" + {view.offset}u" if view.offset else "")
+    body.before += [
+        f"{kind} of_parts{index}[{bound}];",
+        "{",
+        f"    const index_t at = {begin};",
+        f"    const index_t place = at / {inner}u % {size}u;",
+    ]
+    for turn, part in enumerate(parts):
+        count = (part.high - part.low) * part.inner
+        own = _Body(body.inputs, body.functions)
+        own.before.append(
+            f"const index_t row = at / {size * inner}u * {count}u + (place - {part.low}u) * {inner}u + at % {inner}u;"
+        )
+        if is_pick(part.group.calls[0]) or part.group.inlined:
+            own.lane += [f"{kind} element;", *_element(body, part.group, "element", "(row + lane)", 0)]
+            value = "element"
+        else:
+            for each, read in enumerate(part.group.reads):
+                _read(own, read, each, width, bound, "row")
+            for each, call in enumerate(part.group.calls):
+                _compute(own, call, each, rounds=False)
+            value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
+        own.lane.append(f"of_parts{index}[lane] = {value};")
+        condition = f"if (place < {part.high}u) " * (turn + 1 < len(parts))
+        body.before += [
+            f"    {'} else ' * (turn > 0)}{condition}{{",
+            *(f"        {line}" for line in (*own.before, *_for_each_lane(own.lane, bound))),
+        ]
+    body.before += ["    }", "}"]
+    body.lane.append(f"const {kind} x{index} = of_parts{index}[lane];")
+    body.values[place_of(view)] = (f"x{index}", kind == "int")
+
+
+def _for_each_lane(lines: Sequence[str], bound: str) -> list[str]:
+    """The loop that runs statements for each of a thread's elements."""
+    return ["#pragma unroll", f"for (int lane = 0; lane < {bound}; lane++) {{", *(f"    {line}" for line in lines), "}"]
+
+
+def _read(body: _Body, view: View, index: int, width: int, bound: str, first: str = "first") -> None:
     place, source = place_of(view), body.inputs[view]
     access = _access(place, width)
     item = f"pack{index}.item[lane]"
     if access == "vector":
-        offset = offset_text(view, "first")
+        offset = offset_text(view, first)
         body.before.append(
             f"const Pack<{TYPES[view.dtype]}, {bound}> pack{index} = load_pack<{bound}>({source} + {offset});"
         )
     elif access == "repeated":
-        body.before.append(f"const {TYPES[view.dtype]} item{index} = {source}[{offset_text(view, 'first')}];")
+        body.before.append(f"const {TYPES[view.dtype]} item{index} = {source}[{offset_text(view, first)}];")
         item = f"item{index}"
     else:
-        item = f"{source}[{offset_text(view, '(first + lane)')}]"
+        item = f"{source}[{offset_text(view, f'({first} + lane)')}]"
     kind = _element_kind(view)
     body.lane.append(f"const {kind} x{index} = {_conversion(view)}({item});")
     body.values[place] = (f"x{index}", kind == "int")

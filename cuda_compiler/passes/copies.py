@@ -45,15 +45,12 @@ def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
 
 def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan in which tensors are computed where a copy would move them, as `place_in_targets` says."""
-    inlined = _read_in_parts(plan)
 
     def takes(before: KernelCall, after: KernelCall) -> bool:
-        """Whether the CUDA target's kernels can compute a call with other strides, and had better do so."""
-        if any(view.buffer in inlined for view in after.outputs):
-            return False
+        """Whether the CUDA target's kernels can compute a call with other strides."""
         return before.kernel in _OWN or takes_as_declared(before, after)
 
-    return place_in_targets(plan, takes)
+    return place_in_targets(plan, takes, apart=_read_in_parts(plan))
 
 
 def _read_in_parts(plan: ExecutionPlan) -> set[str]:

@@ -16,7 +16,7 @@ That is what remains of an update of a slice in place, whose old values nobody r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from npu_compiler.program.elementwise import elementwise_kernel
@@ -30,7 +30,9 @@ Takes = Callable[[KernelCall, KernelCall], bool]
 """Whether a target's kernels can compute a call, given first as it was and then with other strides."""
 
 
-def place_in_targets(plan: ExecutionPlan, takes: Takes, widest: int = WIDEST_ACCESS) -> ExecutionPlan:
+def place_in_targets(
+    plan: ExecutionPlan, takes: Takes, widest: int = WIDEST_ACCESS, apart: Collection[str] = ()
+) -> ExecutionPlan:
     """The plan without copies whose source can be computed in the copy's target, where its readers read it too.
 
     The copy must cover all of the source that is used, and nothing else may write that part of the target before the
@@ -39,13 +41,15 @@ def place_in_targets(plan: ExecutionPlan, takes: Takes, widest: int = WIDEST_ACC
 
     Args:
         widest: Elements of the widest access that has to be aligned; placed tensors allow as wide ones as before.
+        apart: Buffers in which nothing is placed.
     """
     placing = _Placing(plan, takes, widest)
     for index in range(len(placing.calls)):
         call = placing.calls[index]
         if call is not None and is_copy(call):
             placing.join_neighbours(index)
-            placing.place(index)
+            if call.outputs[0].buffer not in apart:
+                placing.place(index)
     calls = [call for call in placing.calls if call is not None]
     left = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     moved = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)} - left

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import torch
 from cuda_on_cpu import run_on_cpu
+from drawn import drawn
 from ir_builder import IRBuilder
+from random_concatenations import RandomConcatenations
+from torch import nn
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.elementwise import kernel_source
 from npu_compiler.compiled_program import CompiledProgram
+from npu_sim.extract import extract_ir
 
 RNG = np.random.default_rng(0)
 
@@ -29,7 +34,7 @@ def results(program: CompiledProgram, folder: Path, **inputs: torch.Tensor) -> l
     return [torch.from_numpy(memory[view.buffer]).reshape(view.shape) for view in plan.output_views.values()]
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def normal(*shape: int) -> torch.Tensor:
     return torch.from_numpy(RNG.standard_normal(shape, np.float32))
 
 
@@ -43,7 +48,7 @@ def test_a_chain_reads_gathered_elements_in_its_own_order(turned: bool, tmp_path
     program = compiled(g)
     assert [call.kernel for call in program.plan.calls] == ["fused_add_exp"]
     assert program.plan.arena_bytes == 0
-    values = drawn(3, 7, 11), drawn(3, 7, 7)
+    values = normal(3, 7, 11), normal(3, 7, 7)
     at = torch.from_numpy(RNG.integers(0, 11, (3, 7, 7)))
     (result,) = results(program, tmp_path, x=values[0], y=values[1], index=at.int())
     gathered = values[0].gather(-1, at)
@@ -62,7 +67,7 @@ def test_pairs_are_rotated_by_one_kernel(dtype: str, tmp_path: Path) -> None:
     program = compiled(g, dtype)
     assert len(program.plan.calls) == 1
     values = {
-        name: drawn(*shape).to(getattr(torch, dtype))
+        name: normal(*shape).to(getattr(torch, dtype))
         for name, shape in [("x", (2, 9, 8)), ("cos", (9, 8)), ("sin", (9, 8))]
     }
     (result,) = results(program, tmp_path, **values)
@@ -71,22 +76,68 @@ def test_pairs_are_rotated_by_one_kernel(dtype: str, tmp_path: Path) -> None:
     torch.testing.assert_close(result.float(), whole * c + rotated * s, atol=4e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("sizes", [(1, 5, 2), (8, 20, 4)], ids=["elements", "vectors"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_concatenation_of_any_pieces_is_read_where_it_is_used(dim: int, tmp_path: Path) -> None:
+def test_a_concatenation_of_any_pieces_is_read_where_it_is_used(
+    dim: int, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_source, "_ENOUGH_THREADS", 1)  # vectors however small a tensor is
     g = IRBuilder()
-    shapes = [tuple(size if at == dim else 4 for at in range(3)) for size in (1, 5, 2)]
+    shapes = [tuple(size if at == dim else 3 if at < 2 else 4 for at in range(3)) for size in sizes]
     pieces = [g.input(f"x{at}", *shape) for at, shape in enumerate(shapes)]
-    whole = tuple(8 if at == dim else 4 for at in range(3))
+    whole = tuple(sum(shape[at] for shape in shapes) if at == dim else shapes[0][at] for at in range(3))
     y = g.input("y", *whole)
     ops = ("aten.exp.default", "aten.neg.default", "aten.tanh.default")
     parts = [g(op, piece) for op, piece in zip(ops, pieces, strict=True)]
     g.output(g("aten.mul.Tensor", g("aten.cat.default", parts, dim), y))
     program = compiled(g)
     assert len(program.plan.calls) == 1 and program.plan.arena_bytes == 0
-    values = {f"x{at}": drawn(*shape) for at, shape in enumerate(shapes)} | {"y": drawn(*whole)}
+    values = {f"x{at}": normal(*shape) for at, shape in enumerate(shapes)} | {"y": normal(*whole)}
     (result,) = results(program, tmp_path, **values)
     joined = torch.cat([values["x0"].exp(), -values["x1"], values["x2"].tanh()], dim)
     torch.testing.assert_close(result, joined * values["y"])
+
+
+@pytest.mark.parametrize("number", drawn(range(12), 1 / 3))
+def test_drawn_chains_around_concatenations_have_pytorchs_results(
+    number: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if number % 2:
+        monkeypatch.setattr(kernel_source, "_ENOUGH_THREADS", 1)  # vectors however small a tensor is
+    module = RandomConcatenations(seed + number, moves=True).eval()
+    ir, expected = extract_ir(module, (module.example,)), module(module.example)
+    options = npu_compiler.CompileOptions(compute_dtype="float32")
+    program = npu_compiler.compile(ir, target=CUDACodegenTarget(), options=options)
+    found = results(program, tmp_path, **{program.input_specs[0].name: module.example})
+    for result, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-4, msg=module.source)
+
+
+class DualPath(nn.Module):
+    """Blocks of which each adds to some channels and appends others, and reads all of them, as DPN does."""
+
+    def __init__(self, kept: int, growth: int, depth: int) -> None:
+        super().__init__()
+        self.kept = kept
+        widths = range(kept + growth, kept + growth * (depth + 1), growth)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
+        self.layers = nn.ModuleList(nn.Conv2d(width, kept + growth, 1) for width in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept, dense = x[:, : self.kept], x[:, self.kept :]
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            y = layer(norm(torch.cat([kept, dense], 1)).relu())
+            kept, dense = kept + y[:, : self.kept], torch.cat([dense, y[:, self.kept :]], 1)
+        return torch.cat([kept, dense], 1).relu()
+
+
+def test_a_concatenation_of_values_that_are_stored_anyway_is_not_stored() -> None:
+    module, depth = DualPath(16, 8, 4).eval(), 4
+    program = npu_compiler.compile(extract_ir(module, (torch.randn(2, 24, 6, 6),)), target=CUDACodegenTarget())
+    kernels = [call.kernel for call in program.plan.calls]
+    assert sum("scale_shift_relu" in kernel for kernel in kernels) == depth
+    assert kernels.count("add_kernel") == depth - 1, "the last sum is computed where it is read"
+    assert kernels.count("copy_kernel") <= depth, "each block's new channels go behind those before"
 
 
 def test_what_others_read_too_is_stored() -> None:
@@ -113,7 +164,10 @@ def test_a_softmax_computes_its_logits(width: int, tmp_path: Path) -> None:
     g.output(g("aten.softmax.int", g("aten.mul.Tensor", picked, y), -1))
     program = compiled(g)
     assert [call.kernel for call in program.plan.calls] == ["fused_softmax_kernel"]
-    values, at = {"x": drawn(5, width, 11), "y": drawn(width)}, torch.from_numpy(RNG.integers(0, 11, (5, width, width)))
+    values, at = (
+        {"x": normal(5, width, 11), "y": normal(width)},
+        torch.from_numpy(RNG.integers(0, 11, (5, width, width))),
+    )
     (result,) = results(program, tmp_path, index=at.int(), **values)
     logits = values["x"].gather(-1, at).transpose(1, 2) * values["y"]
     torch.testing.assert_close(result, logits.softmax(-1))
@@ -130,7 +184,7 @@ def test_a_norm_computes_its_sums_and_stores_them_for_others(width: int, dtype: 
     assert [call.kernel for call in program.plan.calls] == ["fused_layernorm_kernel", "neg_kernel"]
     kind = getattr(torch, dtype)
     shapes = {"x": (7, width), "y": (7, width), "s": (width,), "w": (width,), "b": (width,)}
-    values = {name: drawn(*shape).to(kind) for name, shape in shapes.items()}
+    values = {name: normal(*shape).to(kind) for name, shape in shapes.items()}
     result, turned = results(program, tmp_path, **values)
     x, y, s, w, b = (value.float() for value in values.values())
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == "float16" else {"atol": 1e-5, "rtol": 1e-4}

@@ -15,13 +15,17 @@ _WIDTHS = (1, 3, 4, 8, 8, 16, 16, 24)  # channels; half of them whole packs of w
 class RandomConcatenations(nn.Module):
     """A program of drawn steps over images [N, C, H, W] or tokens [N, S, C], each of which adds one value or more.
 
+    Args:
+        moves: Whether to draw only steps that compute or move single elements.
+
     Attributes:
         source: The program in words.
         returned: The values that the program returns.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, moves: bool = False) -> None:
         super().__init__()
+        self._moves = moves
         self._draw = random.Random(seed)
         torch.manual_seed(seed)
         self.layers = nn.ModuleList()
@@ -48,7 +52,7 @@ class RandomConcatenations(nn.Module):
         return [values[index] for index in self.returned]
 
     def _add_step(self, values: list[Tensor]) -> None:
-        steps = [self._concatenate, self._layer]
+        steps = [self._concatenate, self._apply if self._moves else self._layer]
         kind = self._draw.choice([*steps, *steps, self._apply, self._split, self._update])
         name, step, given = kind(values)
         with torch.no_grad():
