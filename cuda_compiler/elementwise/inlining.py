@@ -12,7 +12,7 @@ Result: a = b + c;  u = relu(a or d, by the last coordinate);  v = a * e
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, merge, place_of
@@ -64,33 +64,43 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
 
 
 def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[list[Group], dict[int, int]]:
-    """The groups, with copies into a buffer that one element-wise group reads as groups of their own.
+    """The groups, with copies into a buffer that one element-wise group reads as groups right before that one.
 
-    Only copies of what is in memory anyway, since the rest of the group loads it or another group reads it too.
+    Only copies of what is in memory anyway, since the rest of the group loads it or another group reads it too, and
+    what nothing writes until it is read.
 
     Returns:
         The groups, and the index of each such copy → that of the rest of its group.
     """
-    readers: dict[str, list[Group]] = {}
-    for group in groups:
-        for name in group.read_buffers:
-            readers.setdefault(name, []).append(group)
-    parted: list[Group] = []
-    origins: dict[int, int] = {}
-    for group in groups:
-        rest, copies = group.calls, list[KernelCall]()
-        for call in group.calls if group.is_elementwise else ():
+    readers: dict[str, list[int]] = {}
+    writers: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for names, touching in ((group.read_buffers, readers), (group.written_buffers, writers)):
+            for name in names:
+                touching.setdefault(name, []).append(index)
+    rests, before = list(groups), defaultdict[int, list[tuple[Group, int]]](list)
+    for index, group in enumerate(groups):
+        rest = group.calls
+        for call in group.calls if group.is_elementwise and len(group.calls) > 1 else ():
             others = [each for each in rest if each is not call]
             reading = readers.get(call.outputs[0].buffer, [])
-            single = call.outputs[0].buffer in private and [each.is_elementwise for each in reading] == [True]
-            if single and others and is_copy(call) and _can_do_without(others, call, readers, private):
+            single = call.outputs[0].buffer in private and [groups[each].is_elementwise for each in reading] == [True]
+            if not (single and others and is_copy(call) and _can_do_without(others, call, readers, private)):
+                continue
+            if not any(index < writer < reading[0] for writer in writers.get(call.inputs[0].buffer, ())):
                 rest = others
-                copies.append(call)
-        origin = len(parted)
-        parted.append(_group_of(rest, group) if copies else group)
-        for call in copies:
-            origins[len(parted)] = origin
-            parted.append(_group_of([call], group))
+                before[reading[0]].append((_group_of([call], group), index))
+        if rest is not group.calls:
+            rests[index] = _group_of(rest, group)
+    parted: list[Group] = []
+    origins: dict[int, int] = {}
+    moved_to: list[int] = []
+    for index, group in enumerate(rests):
+        for copying, origin in before[index]:
+            origins[len(parted)] = moved_to[origin]
+            parted.append(copying)
+        moved_to.append(len(parted))
+        parted.append(group)
     return parted, origins
 
 
@@ -104,7 +114,7 @@ def _rejoin(left: list[Group | None], origins: Mapping[int, int]) -> None:
 
 
 def _can_do_without(
-    calls: Sequence[KernelCall], copy: KernelCall, readers: Mapping[str, list[Group]], private: Collection[str]
+    calls: Sequence[KernelCall], copy: KernelCall, readers: Collection[str], private: Collection[str]
 ) -> bool:
     """Whether the other calls of a group neither touch a copy's result nor leave its source in registers."""
     source, target = place_of(copy.inputs[0]), copy.outputs[0].buffer

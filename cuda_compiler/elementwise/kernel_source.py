@@ -18,6 +18,7 @@ from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, as_float32
 from npu_compiler.program.functions import FUNCTIONS, c_text
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.placement import is_copy
 from npu_compiler.program.views import View
 
 _BLOCK = 256
@@ -332,36 +333,62 @@ def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, widt
     """Append the statements that compute a thread's elements of a buffer that is not stored; all are in one part."""
     kind, size, inner = _element_kind(view), parts[0].size, parts[0].inner
     begin = offset_text(view, "first") + (f" + {view.offset}u" if view.offset else "")
+    copied = [source for part in parts if (source := _copied_vectors(part, view.dtype, width)) is not None]
+    if len(copied) == len(parts):  # one load for all parts, so that threads of different parts do not wait in turn
+        declared, value = f"const {TYPES[view.dtype]} *start{index};", f"{_conversion(view)}(pack{index}.item[lane])"
+        found = [[f"start{index} = {body.inputs[source]} + {offset_text(source, 'row')};"] for source in copied]
+    else:
+        declared, value = f"{kind} of_parts{index}[{bound}];", f"of_parts{index}[lane]"
+        found = [_part_of_vectors(body, part, kind, width, bound, value) for part in parts]
     body.before += [
-        f"{kind} of_parts{index}[{bound}];",
+        declared,
         "{",
         f"    const index_t at = {begin};",
         f"    const index_t place = at / {inner}u % {size}u;",
     ]
-    for turn, part in enumerate(parts):
+    for turn, (part, lines) in enumerate(zip(parts, found, strict=True)):
         count = (part.high - part.low) * part.inner
-        own = _Body(body.inputs, body.functions)
-        own.before.append(
-            f"const index_t row = at / {size * inner}u * {count}u + (place - {part.low}u) * {inner}u + at % {inner}u;"
-        )
-        if is_pick(part.group.calls[0]) or part.group.inlined:
-            own.lane += [f"{kind} element;", *_element(body, part.group, "element", "(row + lane)", 0)]
-            value = "element"
-        else:
-            for each, read in enumerate(part.group.reads):
-                _read(own, read, each, width, bound, "row")
-            for each, call in enumerate(part.group.calls):
-                _compute(own, call, each, rounds=False)
-            value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
-        own.lane.append(f"of_parts{index}[lane] = {value};")
+        row = f"at / {size * inner}u * {count}u + (place - {part.low}u) * {inner}u + at % {inner}u"
         condition = f"if (place < {part.high}u) " * (turn + 1 < len(parts))
         body.before += [
             f"    {'} else ' * (turn > 0)}{condition}{{",
-            *(f"        {line}" for line in (*own.before, *_for_each_lane(own.lane, bound))),
+            f"        const index_t row = {row};",
+            *(f"        {line}" for line in lines),
         ]
     body.before += ["    }", "}"]
-    body.lane.append(f"const {kind} x{index} = of_parts{index}[lane];")
+    if len(copied) == len(parts):
+        pack = f"const Pack<{TYPES[view.dtype]}, {bound}> pack{index}"
+        body.before.append(f"{pack} = load_pack<{bound}>(start{index});")
+    body.lane.append(f"const {kind} x{index} = {value};")
     body.values[place_of(view)] = (f"x{index}", kind == "int")
+
+
+def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:
+    """What a part copies elements of a dtype from, if a thread can load them as one vector; else None."""
+    calls, reads = part.group.calls, part.group.reads
+    if len(calls) != 1 or not is_copy(calls[0]) or part.group.inlined or reads[0].dtype != dtype:
+        return None
+    return reads[0] if _access(place_of(reads[0]), width) == "vector" else None
+
+
+def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str, target: str) -> list[str]:
+    """The statements that compute a thread's elements of a part, from number `row` of its result on.
+
+    Args:
+        target: The C expression of the place for the element of `lane`.
+    """
+    own = _Body(body.inputs, body.functions)
+    if is_pick(part.group.calls[0]) or part.group.inlined:
+        own.lane += [f"{kind} element;", *_element(body, part.group, "element", "(row + lane)", 0)]
+        value = "element"
+    else:
+        for each, read in enumerate(part.group.reads):
+            _read(own, read, each, width, bound, "row")
+        for each, call in enumerate(part.group.calls):
+            _compute(own, call, each, rounds=False)
+        value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
+    own.lane.append(f"{target} = {value};")
+    return [*own.before, *_for_each_lane(own.lane, bound)]
 
 
 def _for_each_lane(lines: Sequence[str], bound: str) -> list[str]:

@@ -15,6 +15,7 @@ from math import prod
 
 from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.op_classify import is_elementwise
+from cuda_compiler.passes.concatenations import read_pieces
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.placement import is_copy, place_in_targets, takes_as_declared
 from npu_compiler.program.plan import ExecutionPlan
@@ -50,7 +51,8 @@ def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
         """Whether the CUDA target's kernels can compute a call with other strides."""
         return before.kernel in _OWN or takes_as_declared(before, after)
 
-    return place_in_targets(plan, takes, apart=_read_in_parts(plan))
+    plan, apart = read_pieces(plan, takes)
+    return place_in_targets(plan, takes, apart=apart | _read_in_parts(plan))
 
 
 def _read_in_parts(plan: ExecutionPlan) -> set[str]:

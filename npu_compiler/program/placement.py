@@ -209,14 +209,14 @@ def _placed(call: KernelCall, source: View, target: View, widest: int) -> Kernel
         side = []
         for view in views:
             moved = moved_view(view, source, target) if view.buffer == source.buffer else view
-            if moved is None or moved is not view and not _as_wide(moved, view, widest):
+            if moved is None or moved is not view and not is_as_wide(moved, view, widest):
                 return None
             side.append(moved)
         sides.append(tuple(side))
     return replace(call, inputs=sides[0], outputs=sides[1])
 
 
-def _as_wide(moved: View, view: View, widest: int) -> bool:
+def is_as_wide(moved: View, view: View, widest: int = WIDEST_ACCESS) -> bool:
     """Whether vector accesses to `moved`, of up to `widest` elements, can be as wide as those to `view`."""
     steps = zip(moved.strides, view.strides, view.shape, strict=True)
     same = all((new == 1) == (old == 1) for new, old, size in steps if size > 1)

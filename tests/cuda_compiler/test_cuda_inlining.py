@@ -114,11 +114,15 @@ def test_drawn_chains_around_concatenations_have_pytorchs_results(
 
 
 class DualPath(nn.Module):
-    """Blocks of which each adds to some channels and appends others, and reads all of them, as DPN does."""
+    """Blocks of which each adds to some channels and appends others, and reads all of them, as DPN does.
 
-    def __init__(self, kept: int, growth: int, depth: int) -> None:
+    Args:
+        joins: Whether a block returns one tensor, which the next one takes apart.
+    """
+
+    def __init__(self, kept: int, growth: int, depth: int, joins: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.joins = kept, joins
         widths = range(kept + growth, kept + growth * (depth + 1), growth)
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
         self.layers = nn.ModuleList(nn.Conv2d(width, kept + growth, 1) for width in widths)
@@ -126,18 +130,24 @@ class DualPath(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept, dense = x[:, : self.kept], x[:, self.kept :]
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            y = layer(norm(torch.cat([kept, dense], 1)).relu())
-            kept, dense = kept + y[:, : self.kept], torch.cat([dense, y[:, self.kept :]], 1)
-        return torch.cat([kept, dense], 1).relu()
+            whole = x if self.joins else torch.cat([kept, dense], 1)
+            y = layer(norm(whole).relu())
+            if self.joins:
+                kept, dense = x[:, : self.kept], x[:, self.kept :]
+            kept, added = kept + y[:, : self.kept], y[:, self.kept :]
+            x, dense = torch.cat([kept, dense, added], 1), torch.cat([dense, added], 1)
+        return (x if self.joins else torch.cat([kept, dense], 1)).relu()
 
 
-def test_a_concatenation_of_values_that_are_stored_anyway_is_not_stored() -> None:
-    module, depth = DualPath(16, 8, 4).eval(), 4
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_concatenation_of_values_that_are_stored_anyway_is_not_stored(joins: bool) -> None:
+    depth = 4
+    module = DualPath(16, 8, depth, joins).eval()
     program = npu_compiler.compile(extract_ir(module, (torch.randn(2, 24, 6, 6),)), target=CUDACodegenTarget())
     kernels = [call.kernel for call in program.plan.calls]
     assert sum("scale_shift_relu" in kernel for kernel in kernels) == depth
     assert kernels.count("add_kernel") == depth - 1, "the last sum is computed where it is read"
-    assert kernels.count("copy_kernel") <= depth, "each block's new channels go behind those before"
+    assert kernels.count("copy_kernel") <= (0 if joins else depth), "new channels go behind those before, if anywhere"
 
 
 def test_what_others_read_too_is_stored() -> None:
