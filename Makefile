@@ -4,6 +4,7 @@ STAMP := $(VENV)/.installed
 KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py native_quantized.py integer_kernels.py)
 FUZZED := program run tiles ir onnx gguf safetensors module chip sweep trace generation cache
 FUZZ_SECONDS ?= 60
+TEST_SHARE ?= 0.2
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 # torch-transformers: the oldest pair that pyproject.toml takes, one between, and the newest that was tried.
 VERSIONS ?= 2.9.1-5.17.0 2.11.0-5.17.0 2.14.1-5.23.0
@@ -46,9 +47,10 @@ gallery: venv
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'
 
-# With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels.
+# With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels. Of
+# each slow test's cases, TEST_SHARE are drawn; `make test-all TEST_SHARE=1` runs all of them, for an hour and a half.
 test-all: venv
-	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
+	TEST_SHARE=$(TEST_SHARE) $(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
 
 # All node tests of the ONNX project, for some minutes; then the page of ONNX operators.
 test-onnx: venv

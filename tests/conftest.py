@@ -21,6 +21,7 @@ import torch
 import traces
 import typer.testing
 from cuda_gpu import DEVICES, PROBLEM
+from drawn import SHARE, left_out
 from hypothesis import HealthCheck, settings
 from kernel_cache import put_kernels
 
@@ -53,6 +54,13 @@ gc.disable()
 
 # Typer would build all commands for each one that is run, which takes 50 ms; most commands take less.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is beyond the share of slow tests' cases that TEST_SHARE asks for."""
+    left = set(left_out(items)) if SHARE < 1 else set()
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
@@ -89,10 +97,11 @@ def pytest_report_header() -> str:
 def compiled_programs_are_saved_and_loaded(pytestconfig: pytest.Config) -> Iterator[None]:
     """Save and load programs that a test compiles in its own process: their files must hold all of them.
 
-    It costs a tenth of the time, so that `make test` does it for every third program.
+    It costs a tenth of the time, so that `make test` and `make test-all` do it for every third program.
     """
     checked: set[int] = set()
-    number, every = itertools.count(SEED), 3 if pytestconfig.getoption("markexpr") == "not slow" else 1
+    is_part = SHARE < 1 or pytestconfig.getoption("markexpr") == "not slow"
+    number, every = itertools.count(SEED), 3 if is_part else 1
 
     def compiled(*args: Any, **options: Any) -> CompiledProgram:
         program = CompiledProgram(*args, **options)

@@ -12,6 +12,7 @@ import pytest
 import random_layers
 import torch
 from cuda_gpu import DEVICES, PROBLEM
+from drawn import SHARE
 from metal_harness import METAL_DEVICE, ON_A_MAC
 from random_layers import KINDS, Outcome, difference, draw, run
 
@@ -23,7 +24,7 @@ OTHERS = [pytest.param(METAL_DEVICE, marks=[] if ON_A_MAC else pytest.mark.slow)
 if PROBLEM:
     OTHERS.append(pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skip(reason=PROBLEM)]))
 MOST_OFF = {"conv3d": 1.0}  # part of the layers of a kind that the op table may leave to PyTorch; of others a tenth
-_ALL = 10_000
+_ALL = round(10_000 * SHARE)
 
 
 def check(outcome: Outcome, device: str, layers: int) -> None:
