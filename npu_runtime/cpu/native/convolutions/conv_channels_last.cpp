@@ -1,5 +1,7 @@
 // Convolution as a product of windows with the weight of a linear layer. Windows are multiplied where they are, a part of the
 // product for each of their pixels; or they are gathered some pixels at a time, as the matrix unit takes them.
+#include <array>
+
 #include "convolutions/channels_last.h"
 
 namespace npu::conv {
@@ -11,19 +13,25 @@ constexpr int64_t kBandBytes = 256 << 10;   // of images whose windows are multi
 // Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
 constexpr int64_t kPanelBytes = kLanes == 16 ? 256 << 10 : 32 << 10;
 
-// Constant sizes become moves of vectors; the last one begins early enough to end with the range.
-template <int64_t kChunk>
+// The last chunk begins early enough to end with the range.
+template <class Chunk>
 NPU_INLINE void copy_chunks(const char* from, char* to, int64_t bytes) {
-  for (int64_t i = 0; i + kChunk <= bytes; i += kChunk) std::memcpy(to + i, from + i, kChunk);
-  std::memcpy(to + bytes - kChunk, from + bytes - kChunk, kChunk);
+  constexpr int64_t kSize = sizeof(Chunk);
+  const auto copy = [&](int64_t at) __attribute__((always_inline)) {
+    Chunk chunk;
+    std::memcpy(&chunk, from + at, kSize);
+    std::memcpy(to + at, &chunk, kSize);
+  };
+  for (int64_t i = 0; i + kSize <= bytes; i += kSize) copy(i);
+  copy(bytes - kSize);
 }
 template <class T>
 NPU_INLINE void copy_elements(const T* from, T* to, int64_t count) {
   const int64_t bytes = count * sizeof(T);
   const char* source = reinterpret_cast<const char*>(from);
   char* target = reinterpret_cast<char*>(to);
-  if (bytes >= 64) copy_chunks<64>(source, target, bytes);
-  else if (bytes >= 16) copy_chunks<16>(source, target, bytes);
+  if (bytes >= int64_t(sizeof(Vec))) copy_chunks<Vec>(source, target, bytes);
+  else if (bytes >= 16) copy_chunks<std::array<char, 16>>(source, target, bytes);
   else for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 

@@ -186,22 +186,22 @@ NPU_PACK(bf16, bf16)
 NPU_PACK(f16, f16)
 
 template <class W>
-void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
+void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, const Sums& sums, const Range& range,
               int64_t columns) {
   kTable<W, float>.packed[column_index(columns)][rows - 1](&x, 1, 0, panel, steps, sums, range);
 }
-template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
-template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
-template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, const Range&, int64_t);
+template void multiply<float>(int64_t, const float*, const float*, int64_t, const Sums&, const Range&, int64_t);
+template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, const Sums&, const Range&, int64_t);
+template void multiply<f16>(int64_t, const float*, const f16*, int64_t, const Sums&, const Range&, int64_t);
 
 template <class W, class Out>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t columns) {
+                    const W* panel, int64_t steps, const Results<Out>& results, const Range& range, int64_t columns) {
   kTable<W, Out>.unpacked[column_index(columns)][rows - 1](parts, count, row_stride, panel, steps, results, range);
 }
 #define NPU_PARTS(W, Out)                                                                                           \
   template void multiply_parts<W, Out>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t,      \
-                                       Results<Out>, const Range&, int64_t);
+                                       const Results<Out>&, const Range&, int64_t);
 NPU_PARTS(float, float)
 NPU_PARTS(bf16, float)
 NPU_PARTS(bf16, bf16)

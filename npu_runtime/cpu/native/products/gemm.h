@@ -55,6 +55,9 @@ using Step = std::conditional_t<kHasPairs && std::is_same_v<W, bf16>, PairStep<W
 
 // Where sums go, floats or rounded: vector v of row r to data + r * row_stride + v * vec_stride. `added`, if there is one, is
 // added to them. Of a row, `columns` are written and read.
+//
+// Functions take it by reference: a copy in the arguments of a call is loaded by wider moves than those that have just stored
+// its members, and waits until these have reached the cache.
 template <class T>
 struct Results {
   T* data;
@@ -140,17 +143,17 @@ inline Range onto(const Sums& sums) { return {sums.data, sums.row_stride, sums.v
 // sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `columns` columns of a panel,
 // rounded up to kColumnStep; all of them where W is widened. Whole vectors of sums are written.
 template <class W>
-void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
+void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, const Sums& sums, const Range& range,
               int64_t columns = kPanel);
 
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened. Its columns
 // lie in `count` places, `parts`, of `steps` steps each. Out is float or W.
 template <class W, class Out = float>
 void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, Results<Out> results, const Range& range, int64_t columns = kPanel);
+                    const W* panel, int64_t steps, const Results<Out>& results, const Range& range, int64_t columns = kPanel);
 template <class W, class Out = float>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Results<Out> results, const Range& range, int64_t columns = kPanel) {
+                       const Results<Out>& results, const Range& range, int64_t columns = kPanel) {
   multiply_parts<W, Out>(rows, &x, 1, row_stride, panel, steps, results, range, columns);
 }
 
