@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 
 from cuda_compiler.op_classify import is_elementwise
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.placement import Takes, is_as_wide, is_copy, moved_view
+from npu_compiler.program.placement import Takes, are_apart, is_as_wide, is_copy, moved_view
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
@@ -45,7 +46,6 @@ class _Reading:
         self.slots: list[list[KernelCall]] = [[call] for call in plan.calls]
         self._plan, self._takes = plan, takes
         kept = {view.buffer for view in plan.output_views.values()}
-        kept |= {buffer.donor for buffer in plan.buffers.values() if buffer.donor is not None}
         self._movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
         self._reads: dict[str, set[int]] = {}
         self._writes: dict[str, set[int]] = {}
@@ -64,7 +64,10 @@ class _Reading:
             return False
         total = prod(self._plan.buffers[name].alloc_shape)
         whole = {slot for slot in readers if self._reads_all(slot, name, total)}
-        if len(whole) != 1 or sum(call.outputs[0].numel for _, call in pieces) != total:
+        targets = [call.outputs[0] for _, call in pieces]
+        if len(whole) != 1 or sum(target.numel for target in targets) != total:
+            return False
+        if not all(are_apart(one, other) for one, other in combinations(targets, 2)):
             return False
         changed: dict[int, list[KernelCall]] = {}
         for slot in readers - whole:

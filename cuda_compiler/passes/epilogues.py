@@ -105,7 +105,7 @@ class _Surroundings:
 
         None otherwise, or if the call could not be moved here.
         """
-        name, written = view.buffer, set[str | None]()
+        name, written = view.buffer, set[str]()
         if self.uses.reads.get(name) != 1 or self.uses.writes.get(name) != 1 or self.buffers[name].kind != "arena":
             return None
         for at in range(self.index - 1, max(-1, self.index - 1 - _REACH), -1):
@@ -114,7 +114,7 @@ class _Surroundings:
             if before is not None and name in outputs:
                 may_move = elementwise_kernel(before) and written.isdisjoint(each.buffer for each in before.inputs)
                 return at if may_move else None
-            written |= outputs | {self.buffers[output].donor for output in outputs}
+            written |= outputs
         return None
 
 
@@ -270,7 +270,7 @@ def _may_move(
 ) -> bool:
     """Whether the work of the later call `at` may be done at `index`: no call between them touches its operands."""
     target = joined.outputs[0].buffer
-    if buffers[target].kind not in ("arena", "output") or buffers[target].donor is not None:
+    if buffers[target].kind not in ("arena", "output"):
         return False
     added = {view.buffer for view in joined.inputs} - {view.buffer for view in call.inputs}
     if target in {view.buffer for view in joined.inputs}:

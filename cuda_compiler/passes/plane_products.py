@@ -141,7 +141,6 @@ class _Forming:
         self.calls: list[KernelCall | None] = list(plan.calls)
         self.buffers = dict(plan.buffers)
         self._kept = {view.buffer for view in plan.output_views.values()}
-        self._donors = {buffer.donor for buffer in plan.buffers.values()}
         self._reads: dict[str, set[int]] = {}
         self._writes: dict[str, set[int]] = {}
         for index, call in enumerate(plan.calls):
@@ -205,7 +204,7 @@ class _Forming:
             return None
         sizes, (steps,) = collapse(source.shape[:-1], source.strides[:-1])
         overwritten = any(at < writer < index for writer in self._writes.get(source.buffer, ()))
-        if not 0 < len(sizes) <= 2 or steps[-1] != 1 or overwritten or source.buffer in self._donors:
+        if not 0 < len(sizes) <= 2 or steps[-1] != 1 or overwritten:
             return None
         if sizes[-1] < _FEWEST_PLACES or source.strides[-1] < sizes[-1]:
             return None

@@ -126,7 +126,7 @@ class _Placing:
         source, target = copy.inputs[0].buffer, copy.outputs[0].buffer
         owner = self._plan.buffers[target]
         movable = self._plan.buffers[source].kind == "arena" and source not in self._kept
-        if not movable or source == target or owner.kind not in ("arena", "output") or owner.donor is not None:
+        if not movable or source == target or owner.kind not in ("arena", "output"):
             return
         others = sorted(self._touching[source] - {index})
         if not others or others[0] > index:

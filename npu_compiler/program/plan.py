@@ -26,7 +26,7 @@ class BufferAllocation:
         alloc_shape: Shape in memory, channel padding included.
         offset: Byte offset in the arena (kind `arena` only).
         first_use, last_use: Index of the first and last kernel call that touches it (-1: before the first).
-        donor: Name of the input that an output updates in place; None for any other buffer.
+        donor: Name of the output that is computed in this input's memory; None for any other buffer.
     """
 
     name: str

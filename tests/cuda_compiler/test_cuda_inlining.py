@@ -150,6 +150,24 @@ def test_a_concatenation_of_values_that_are_stored_anyway_is_not_stored(joins: b
     assert kernels.count("copy_kernel") <= (0 if joins else depth), "new channels go behind those before, if anywhere"
 
 
+class Overwritten(nn.Module):
+    """A concatenation of which a piece is replaced before others read it, and is read as a whole too."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.cat([x, y], 1)
+        whole[:, : x.shape[1]] = y
+        return whole.relu(), whole[:, : x.shape[1]] + whole[:, x.shape[1] :]
+
+
+def test_pieces_are_read_as_they_were_written_last(tmp_path: Path) -> None:
+    values = {"x": normal(3, 8), "y": normal(3, 8)}
+    ir = extract_ir(Overwritten(), tuple(values.values()))
+    options = npu_compiler.CompileOptions(compute_dtype="float32")
+    program = npu_compiler.compile(ir, target=CUDACodegenTarget(), options=options)
+    found = results(program, tmp_path, **values)
+    torch.testing.assert_close(tuple(found), Overwritten()(*values.values()))
+
+
 def test_what_others_read_too_is_stored() -> None:
     g = IRBuilder()
     x, index = g.input("x", 7, 11), g.input("index", 7, 7, dtype="int64")
