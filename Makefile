@@ -4,7 +4,7 @@ STAMP := $(VENV)/.installed
 KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py native_quantized.py integer_kernels.py)
 FUZZED := program run tiles ir onnx gguf safetensors module chip sweep trace generation cache
 FUZZ_SECONDS ?= 60
-TEST_SHARE ?= 0.2
+TEST_SHARE ?= 0.1
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 # torch-transformers: the oldest pair that pyproject.toml takes, one between, and the newest that was tried.
 VERSIONS ?= 2.9.1-5.17.0 2.11.0-5.17.0 2.14.1-5.23.0

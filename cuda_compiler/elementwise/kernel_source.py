@@ -364,7 +364,7 @@ def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, widt
 
 
 def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:
-    """What a part copies elements of a dtype from, if a thread can load them as one vector; else None."""
+    """The view that a part copies elements of a dtype from, if a thread loads them as one vector; else None."""
     calls, reads = part.group.calls, part.group.reads
     if len(calls) != 1 or not is_copy(calls[0]) or part.group.inlined or reads[0].dtype != dtype:
         return None
