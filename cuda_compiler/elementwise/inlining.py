@@ -34,13 +34,7 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
     """
     groups, origins = _copying_apart(groups, private)
     left: list[Group | None] = list(groups)
-    writers: dict[str, list[int]] = {}
-    readers: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        for name in group.written_buffers:
-            writers.setdefault(name, []).append(index)
-        for name in group.read_buffers:
-            readers.setdefault(name, []).append(index)
+    readers, writers = _readers_and_writers(groups)
     for index, group in enumerate(groups):
         if not group.is_elementwise:
             continue
@@ -72,12 +66,7 @@ def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[l
     Returns:
         The groups, and the index of each such copy → that of the rest of its group.
     """
-    readers: dict[str, list[int]] = {}
-    writers: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        for names, touching in ((group.read_buffers, readers), (group.written_buffers, writers)):
-            for name in names:
-                touching.setdefault(name, []).append(index)
+    readers, writers = _readers_and_writers(groups)
     rests, before = list(groups), defaultdict[int, list[tuple[Group, int]]](list)
     for index, group in enumerate(groups):
         rest = group.calls
@@ -102,6 +91,17 @@ def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[l
         moved_to.append(len(parted))
         parted.append(group)
     return parted, origins
+
+
+def _readers_and_writers(groups: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Buffer → the indices of the groups that read it, and buffer → those of the groups that write it."""
+    readers: dict[str, list[int]] = {}
+    writers: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for names, touching in ((group.read_buffers, readers), (group.written_buffers, writers)):
+            for name in names:
+                touching.setdefault(name, []).append(index)
+    return readers, writers
 
 
 def _rejoin(left: list[Group | None], origins: Mapping[int, int]) -> None:

@@ -221,11 +221,9 @@ def _inlined(body: _Body, group: Group, view: View, variable: str, number: str, 
         computed = [f"    {line}" for line in _element(body, part.group, variable, inside, depth + 1)]
         if len(parts) == 1:
             return ["{", f"    const index_t {at} = {offset};", *computed, "}"]
-        count = (part.high - part.low) * part.inner
         lines += [
             f"    {'} else ' * (turn > 0)}{f'if (place{depth} < {part.high}u) ' * (turn + 1 < len(parts))}{{",
-            f"        const index_t {inside} = {at} / {part.size * part.inner}u * {count}u"
-            f" + (place{depth} - {part.low}u) * {part.inner}u + {at} % {part.inner}u;",
+            f"        const index_t {inside} = {_row_of_part(part, at, f'place{depth}')};",
             *(f"    {line}" for line in computed),
         ]
     part = parts[0]
@@ -347,12 +345,10 @@ def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, widt
         f"    const index_t place = at / {inner}u % {size}u;",
     ]
     for turn, (part, lines) in enumerate(zip(parts, found, strict=True)):
-        count = (part.high - part.low) * part.inner
-        row = f"at / {size * inner}u * {count}u + (place - {part.low}u) * {inner}u + at % {inner}u"
         condition = f"if (place < {part.high}u) " * (turn + 1 < len(parts))
         body.before += [
             f"    {'} else ' * (turn > 0)}{condition}{{",
-            f"        const index_t row = {row};",
+            f"        const index_t row = {_row_of_part(part, 'at', 'place')};",
             *(f"        {line}" for line in lines),
         ]
     body.before += ["    }", "}"]
@@ -361,6 +357,19 @@ def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, widt
         body.before.append(f"{pack} = load_pack<{bound}>(start{index});")
     body.lane.append(f"const {kind} x{index} = {value};")
     body.values[place_of(view)] = (f"x{index}", kind == "int")
+
+
+def _row_of_part(part: Part, at: str, place: str) -> str:
+    """The C expression of an element's row-major number in a part.
+
+    Args:
+        at: The C expression of its number in the whole buffer.
+        place: That of its coordinate along the dimension in which the buffer is parted.
+    """
+    count = (part.high - part.low) * part.inner
+    return (
+        f"{at} / {part.size * part.inner}u * {count}u + ({place} - {part.low}u) * {part.inner}u + {at} % {part.inner}u"
+    )
 
 
 def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:

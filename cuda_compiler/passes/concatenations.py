@@ -15,8 +15,8 @@ from itertools import combinations
 from math import prod
 
 from cuda_compiler.op_classify import is_elementwise
-from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.placement import Takes, are_apart, is_as_wide, is_copy, moved_view
+from npu_compiler.program.kernels import KernelCall, readers_and_writers
+from npu_compiler.program.placement import Takes, are_apart, is_as_wide, is_copy, moved_view, other_dims
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
@@ -47,12 +47,7 @@ class _Reading:
         self._plan, self._takes = plan, takes
         kept = {view.buffer for view in plan.output_views.values()}
         self._movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
-        self._reads: dict[str, set[int]] = {}
-        self._writes: dict[str, set[int]] = {}
-        for index, call in enumerate(plan.calls):
-            for views, touching in ((call.inputs, self._reads), (call.outputs, self._writes)):
-                for view in views:
-                    touching.setdefault(view.buffer, set()).add(index)
+        self._reads, self._writes = readers_and_writers(plan.calls)
 
     def leave_one_reader(self, name: str) -> bool:
         """Let all readers of a concatenation but the one of all its elements read its pieces; whether that was done."""
@@ -136,19 +131,13 @@ def _cut(copy: KernelCall, pieces: Sequence[KernelCall]) -> list[KernelCall] | N
 def _overlap(view: View, piece: KernelCall, dim: int) -> Iterator[tuple[int, int, View]]:
     """The interval of a view's dimension in which a piece lies, with what these elements were copied from, if any."""
     (source,), (target,) = piece.inputs, piece.outputs
-
-    def others(each: View) -> list[tuple[int, int]]:
-        """The other dimensions' sizes and strides; with a single element, the stride does not matter."""
-        steps = enumerate(zip(each.shape, each.strides, strict=True))
-        return [(size, stride if size > 1 else 0) for at, (size, stride) in steps if at != dim]
-
-    if others(view) != others(target) or source.shape != target.shape or view.dtype != source.dtype:
+    if other_dims(view, dim) != other_dims(target, dim) or source.shape != target.shape or view.dtype != source.dtype:
         return
     step = view.strides[dim]
-    apart = target.offset - view.offset
-    if step < 1 or target.strides[dim] != step or apart % step:
+    distance = target.offset - view.offset
+    if step < 1 or target.strides[dim] != step or distance % step:
         return
-    begin = apart // step
+    begin = distance // step
     low, high = max(0, begin), min(view.shape[dim], begin + target.shape[dim])
     if low < high:
         yield low, high, source.slice(dim, low - begin, high - begin)

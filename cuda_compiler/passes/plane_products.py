@@ -18,7 +18,7 @@ from cuda_compiler.passes.copies import drop_copies
 from cuda_compiler.rules.matmul import VECTOR_ROWS, cublas_activates
 from cuda_compiler.rules.planes import PLANE_PRODUCT, keeps_in_registers
 from npu_compiler.graph.dtypes import is_float, itemsize
-from npu_compiler.program.kernels import KERNELS, Family, KernelCall
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall, readers_and_writers
 from npu_compiler.program.placement import is_copy, moved_view, takes_as_declared
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View, collapse, contiguous_strides, numel
@@ -141,12 +141,7 @@ class _Forming:
         self.calls: list[KernelCall | None] = list(plan.calls)
         self.buffers = dict(plan.buffers)
         self._kept = {view.buffer for view in plan.output_views.values()}
-        self._reads: dict[str, set[int]] = {}
-        self._writes: dict[str, set[int]] = {}
-        for index, call in enumerate(plan.calls):
-            for views, touching in ((call.inputs, self._reads), (call.outputs, self._writes)):
-                for view in views:
-                    touching.setdefault(view.buffer, set()).add(index)
+        self._reads, self._writes = readers_and_writers(plan.calls)
 
     def turn(self, index: int, product: _Rows) -> None:
         """Replace a product of rows by one in planes if its operand is a copy of planes, or its readers want planes."""

@@ -7,7 +7,7 @@ how that work divides among threads. Devices ask the declaration; none takes a k
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -261,6 +261,17 @@ class KernelCall:
     node: str
     flops: int = 0
     bytes_moved: int = 0
+
+
+def readers_and_writers(calls: Iterable[KernelCall]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """Return buffer → the indices of the calls that read it, and buffer → those of the calls that write it."""
+    reads: dict[str, set[int]] = {}
+    writes: dict[str, set[int]] = {}
+    for index, call in enumerate(calls):
+        for views, touching in ((call.inputs, reads), (call.outputs, writes)):
+            for view in views:
+                touching.setdefault(view.buffer, set()).add(index)
+    return reads, writes
 
 
 def distinct_bytes(view: View) -> int:

@@ -254,18 +254,18 @@ def _joined(first: KernelCall, second: KernelCall) -> KernelCall | None:
 
 def _continues(before: View, after: View, dim: int) -> bool:
     """Whether `after` begins where `before` ends along a dimension, and is as large in all others."""
-
-    def others(view: View) -> list[tuple[int, int]]:
-        """The other dimensions' sizes and strides; with a single element, the stride does not matter."""
-        steps = enumerate(zip(view.shape, view.strides, strict=True))
-        return [(size, stride if size > 1 else 0) for at, (size, stride) in steps if at != dim]
-
     return (
         (before.buffer, before.dtype, before.rank) == (after.buffer, after.dtype, after.rank)
         and before.strides[dim] == after.strides[dim]
-        and others(before) == others(after)
+        and other_dims(before, dim) == other_dims(after, dim)
         and after.offset == before.offset + before.shape[dim] * before.strides[dim]
     )
+
+
+def other_dims(view: View, dim: int) -> list[tuple[int, int]]:
+    """Sizes and strides of a view's other dimensions; with a single element, the stride does not matter and is 0."""
+    steps = enumerate(zip(view.shape, view.strides, strict=True))
+    return [(size, stride if size > 1 else 0) for at, (size, stride) in steps if at != dim]
 
 
 def are_apart(first: View, second: View) -> bool:

@@ -192,10 +192,8 @@ def test_a_softmax_computes_its_logits(width: int, tmp_path: Path) -> None:
     g.output(g("aten.softmax.int", g("aten.mul.Tensor", picked, y), -1))
     program = compiled(g)
     assert [call.kernel for call in program.plan.calls] == ["fused_softmax_kernel"]
-    values, at = (
-        {"x": normal(5, width, 11), "y": normal(width)},
-        torch.from_numpy(RNG.integers(0, 11, (5, width, width))),
-    )
+    values = {"x": normal(5, width, 11), "y": normal(width)}
+    at = torch.from_numpy(RNG.integers(0, 11, (5, width, width)))
     (result,) = results(program, tmp_path, index=at.int(), **values)
     logits = values["x"].gather(-1, at).transpose(1, 2) * values["y"]
     torch.testing.assert_close(result, logits.softmax(-1))

@@ -34,13 +34,11 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if item.get_closest_marker("slow") is not None:
             tests[item.nodeid.partition("[")[0]].append(item)
-    return [
-        case
-        for cases in tests.values()
-        for kept in [_sample([case.nodeid for case in cases], SHARE)]
-        for index, case in enumerate(cases)
-        if index not in kept
-    ]
+    left: list[pytest.Item] = []
+    for cases in tests.values():
+        kept = _sample([case.nodeid for case in cases], SHARE)
+        left += [case for index, case in enumerate(cases) if index not in kept]
+    return left
 
 
 def _sample(names: Sequence[str], share: float) -> set[int]:
