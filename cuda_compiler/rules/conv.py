@@ -33,9 +33,12 @@ _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS, _SHORT_TAPS = 25, 9
-DEPTHWISE = "conv_depthwise"
-# Convolutions in narrow groups: most channels of a group; input channels and pixels of a block, its threads.
-_NARROW, _GROUP_FORMS, _GROUP_THREADS = 64, ((64, 112), (32, 112), (64, 224), (128, 64)), 128
+DEPTHWISE, WINDOW = "conv_depthwise", "conv_window"
+# Convolutions by windows: most channels of a group, or output channels of a block; without groups, most input channels, and blocks
+# that share the output channels; input channels and pixels of a block's window, its threads, and their registers.
+_NARROW, _FEW_INPUTS, _MOST_SHARES, _WINDOW_FORMS = 64, 128, 4, ((64, 112), (32, 112), (64, 224), (128, 64))
+_WINDOW_THREADS, _WINDOW_REGISTERS = 128, 128
+_REGISTERS = 65536  # of a multiprocessor
 _CLUSTER = 8  # blocks that share an image
 _EXCITE_BLOCK = 512  # threads of each; two blocks fit on a multiprocessor, so that sixteen images are processed at once
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
@@ -94,7 +97,9 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield from _depthwise_forms(make, call, width)
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
-    by_tensor_cores = [*_narrow_groups(make, call), *_tiled(make, call, aligned)] if halves else []
+    by_tensor_cores = [*_by_windows(make, call), *_tiled(make, call, aligned)] if halves else []
+    if in_groups == 1:
+        by_tensor_cores.sort(key=lambda form: form.kernel == WINDOW)
     if by_tensor_cores:
         yield from by_tensor_cores
     elif call.params["direct"]:
@@ -131,8 +136,8 @@ def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[Kerne
         yield tile.kernel(make, call, "conv/tiled.cu", ("conv_tiled", "conv_wgmma"), tile.shared_bytes, constants)
 
 
-def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
-    """The calls of kernels for groups of few channels, whose blocks compute a square of pixels of several groups.
+def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
+    """The calls of kernels for few channels, or groups of few, whose blocks keep a window of the image.
 
     There are none for other convolutions.
     """
@@ -141,47 +146,75 @@ def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     assert weight is not None and out is not None
     parts = call.params["groups"]
     inner, outer = weight.shape[1], channels // parts
-    fits = parts > 1 and max(inner, outer) <= _NARROW and inner % 2 == outer % 2 == 0
-    if not (fits and all(is_packed(view, 2) for view in (out, residual) if view is not None)):
+    stored = [view for view in (out, residual) if view is not None]
+    fits = inner % 2 == outer % 2 == 0 and (
+        max(inner, outer) <= _NARROW if parts > 1 else inner <= _FEW_INPUTS and weight.numel > inner * outer
+    )
+    shares = next((n for n in range(1, _MOST_SHARES + 1) if outer % (2 * n) == 0 and outer // n <= _NARROW), 0)
+    if not (fits and shares and all(is_packed(view, 2) for view in stored)):
         return
     if bias is not None and vector_width(bias) < 2:
         return
+    own = outer // shares
+    joined = next(
+        count
+        for count in (4, 2, 1)
+        if count == 1
+        or own % (8 * count) == 0
+        and all(is_packed(view, 2 * count) for view in stored)
+        and (bias is None or vector_width(bias) >= 2 * count)
+    )
     tried = set()
-    for width, pixels in _GROUP_FORMS:
+    for width, pixels in _WINDOW_FORMS:
         packed = _packed_groups(width, parts, inner)
+        if not packed:
+            continue
         across = groups(columns, groups(columns, 16))
         down = groups(rows, groups(rows, max(pixels // across, 1)))
-        shared = _group_bytes(call, packed, down, across)
-        if not packed or shared > make.gpu.shared_memory or (packed, down) in tried:
+        threads = _WINDOW_THREADS * (1 if packed * groups(down * across, 32) <= 4 or parts > 1 else 2)
+        window, factors = _window_bytes(call, packed, down, across), packed * own * _factor_bytes(weight)
+        most = _REGISTERS // (_WINDOW_REGISTERS * threads)
+        # Copies go on beside products with a second window, or with a second block.
+        resident = {n: min(most, make.gpu.shared_memory // (n * window + factors)) for n in (2, 1)}
+        windows = 2 if resident[2] > 1 or resident[1] == resident[2] else 1
+        if not resident[1] or (packed, down) in tried:
             continue
         tried.add((packed, down))
+        tiles_of_all, blocks = images * groups(rows, down) * groups(columns, across), shares * parts // packed
+        each = groups(tiles_of_all * blocks, resident[windows] * MULTIPROCESSORS)
         yield make.kernel(
             call,
-            "conv/grouped.cu",
-            function="conv_grouped",
-            grid=(images * groups(rows, down) * groups(columns, across), parts // packed, 1),
-            block=(_GROUP_THREADS, 1, 1),
-            shared=shared,
+            "conv/window.cu",
+            function=WINDOW,
+            grid=(groups(tiles_of_all, each), blocks, 1),
+            block=(threads, 1, 1),
+            shared=windows * window + factors,
             constants={
                 "packed": packed,
+                "shares": shares,
                 "down": down,
                 "across": across,
+                "windows": windows,
+                "joined": joined,
                 CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT)),
             },
+            min_blocks=resident[windows],
             **kernel_options(call),
         )
 
 
-def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
-    """Bytes of shared memory of `conv_grouped`: the input window of a block's pixels, and the weights of its groups."""
+def _window_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
+    """Bytes of shared memory of a window of `packed` groups' channels, for `down` × `across` output pixels."""
     weight = call.inputs[1]
     (stride, step), (reach, span) = call.params["stride"], call.params["dilation"]
     height = (down - 1) * stride + (weight.shape[2] - 1) * reach + 1
     width = (across - 1) * step + (weight.shape[3] - 1) * span + 1
-    pixel = 16 * (packed * weight.shape[1] // PACK | 1)
-    factors = 32 * groups(weight.numel // weight.shape[0], 16) + 16
-    outer: int = weight.shape[0] // call.params["groups"]
-    return int(height * width * pixel) + packed * outer * factors
+    return int(height * width) * 16 * (packed * weight.shape[1] // PACK | 1)
+
+
+def _factor_bytes(weight: View) -> int:
+    """Bytes of shared memory of an output channel's factors."""
+    return 32 * groups(weight.numel // weight.shape[0], 16) + 16
 
 
 def _depthwise_width(x: View, weight: View, bias: View | None, residual: View | None, out: View) -> int:
@@ -221,13 +254,13 @@ def merged_groups(parts: int, inner: int, outer: int) -> int:
     narrow = max(inner, outer) <= _NARROW and inner % 2 == outer % 2 == 0
     if parts == 1 or depthwise or inner % PACK == 0:
         return 1
-    if narrow and any(_packed_groups(width, parts, inner) for width, _ in _GROUP_FORMS):
+    if narrow and any(_packed_groups(width, parts, inner) for width, _ in _WINDOW_FORMS):
         return 1
     return next((count for count in range(2, parts) if parts % count == 0 and count * inner % PACK == 0), parts)
 
 
 def _packed_groups(width: int, parts: int, inner: int) -> int:
-    """The largest number of groups of a `conv_grouped` block that divides all groups into whole packs; 0 for none.
+    """The largest number of groups of a `conv_window` block that divides all groups into whole packs; 0 for none.
 
     Args:
         width: Input channels of a block, which more than one group may not exceed.

@@ -20,9 +20,9 @@ from npu_compiler.program.views import View, collapse, numel
 
 # Group norm of channels-last images.
 _CHANNEL_THREADS, _MOST_CHANNEL_THREADS = 256, 512
-_FILLING_CHUNKS = 2 * MULTIPROCESSORS
+_FILLING_CHUNKS = 4 * MULTIPROCESSORS
 _CHUNK_PIXELS = 16  # at least
-_MOST_CHUNKS = 64  # of an image, since each block of the second kernel combines all of them
+_MOST_CHUNKS = 128  # of an image, since each block of the second kernel combines all of them
 
 
 ROW_KERNELS = {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_convolutions import CASES
+from cuda_convolutions import CASES, SAME, nhwc
 from cuda_gpu import PROBLEM, cuda_backends
 from cuda_on_cpu import run_on_cpu
 from cuda_reference import LaidOut, ReferenceBackend
@@ -82,12 +82,12 @@ def convolution(case: Case, dtype: str = "float16") -> KernelCall:
         ("stem", "conv_tiled"),
         ("odd-channels", "conv_tiled"),
         ("depthwise", "conv_depthwise"),
-        ("grouped", "conv_grouped"),
-        ("groups-of-four", "conv_grouped"),
+        ("grouped", "conv_window"),
+        ("groups-of-four", "conv_window"),
         ("wide-groups", "conv_wgmma"),
         ("odd-groups", "conv_tiled"),
         ("few-odd-groups", "conv_tiled"),
-        ("depthwise-multiplied", "conv_grouped"),
+        ("depthwise-multiplied", "conv_window"),
         ("depthwise-odd", "conv_depthwise"),
         ("depthwise-seven", "conv_depthwise"),
         ("transposed", "conv_tiled"),
@@ -106,7 +106,7 @@ def test_forms(name: str, wanted: str) -> None:
     assert isinstance(launch, ConvolutionLaunch) == (not is_short and wanted != "conv_transpose2d_kernel")
     if isinstance(launch, ConvolutionLaunch):
         assert launch.computes.only_ours == (wanted == "conv_depthwise" or name.startswith("transposed"))
-        assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma", "conv_tiled"}
+        assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma", "conv_tiled", "conv_window"}
 
 
 def forms(call: KernelCall) -> list[KernelLaunch]:
@@ -148,14 +148,45 @@ SMALL = [
 @pytest.mark.parametrize("case", drawn(SMALL, 1 / 4, lambda case: case.name))
 def test_small_convolutions_on_a_cpu(case: Case, seed: int, tmp_path: Path) -> None:
     """The kernels as GPUs without tensor cores run them, which is the same text but for the products of a step."""
+    compare_on_a_cpu(case, GPU(capability=70, shared_memory=64 * 1024), "", seed, tmp_path)
+
+
+FEW_CHANNELS = [
+    conv("first", nhwc(2, 8, 19, 35), (32, 8, 3, 3), **SAME, bias="float32", activation="relu"),
+    conv("folded", nhwc(1, 16, 17, 20), (64, 16, 4, 4), bias="float32", residual="compute"),
+    conv("many-terms", nhwc(1, 64, 9, 21), (64, 64, 3, 3), **SAME, bias="compute", activation="silu"),
+    conv("shared-outputs", nhwc(1, 24, 9, 10), (192, 24, 3, 3), **SAME, residual="compute"),
+    conv("uneven-outputs", nhwc(2, 8, 9, 10), (12, 8, 3, 3), **SAME, bias="float32"),
+    conv("strided", nhwc(2, 32, 21, 20), (48, 32, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1), bias="compute"),
+    conv("many-images", nhwc(1100, 8, 3, 2), (8, 8, 3, 3), **SAME, bias="float32"),
+    conv("dilated", nhwc(2, 40, 12, 13), (16, 40, 3, 2), dilation=(2, 3), padding=(1, 2, 0, 3)),
+    conv("groups-of-four", nhwc(2, 64, 12, 13), (64, 4, 3, 3), groups=16, **SAME, bias="float32"),
+    conv("groups-of-twelve", nhwc(2, 48, 12, 13), (96, 12, 5, 2), groups=4, bias="compute", activation="gelu"),
+    conv("groups-of-sixteen", nhwc(2, 64, 12, 13), (64, 16, 3, 3), groups=4, **SAME, residual="compute"),
+]
+
+
+@pytest.mark.parametrize("capability", [70, 90])
+@pytest.mark.parametrize("case", drawn(FEW_CHANNELS, 1 / 3, lambda case: case.name))
+def test_windows_on_a_cpu(case: Case, capability: int, seed: int, tmp_path: Path) -> None:
+    compare_on_a_cpu(case, GPU(capability=capability), "conv_window", seed, tmp_path)
+
+
+def compare_on_a_cpu(case: Case, gpu: GPU, kernel: str, seed: int, tmp_path: Path) -> None:
+    """Run a case's kernels, compiled for the CPU, and compare with the reference.
+
+    Args:
+        kernel: The kernel to make a convolution by; a drawn one if empty.
+    """
     rng, call = np.random.default_rng(seed), call_of(case, "float16")
-    plan = plan_of(call, CUDACodegenTarget(GPU(capability=70, shared_memory=64 * 1024)))
+    plan = plan_of(call, CUDACodegenTarget(gpu))
     calls = [
-        Random(seed).choice(tuned_convolutions.kernels_of(part))
+        Random(seed).choice([form for form in tuned_convolutions.kernels_of(part) if kernel in form.kernel])
         if isinstance(launch_of(part), ConvolutionLaunch)
         else part
         for part in plan.calls
     ]
+    assert any(kernel in part.kernel for part in calls)
     values = {
         view.buffer: rng.standard_normal(plan.buffers[view.buffer].alloc_shape).astype(view.dtype)
         for view in call.inputs

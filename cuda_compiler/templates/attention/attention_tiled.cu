@@ -3,6 +3,7 @@
 // rounded to 16 bits for their product with the values, as PyTorch's own kernels do.
 
 #include "attention/attention_tiles.cuh"
+#include "common/matrices.cuh"
 
 constexpr int warps = THREADS / WARP;
 constexpr int row_tiles = tile_rows / (warps * block_rows);  // of 16 rows, for each warp
@@ -41,35 +42,6 @@ __device__ __forceinline__ void copy_tile(
 __device__ __forceinline__ void copy_stage(Stage &stage, const Problem &problem, int tile) {
     copy_tile<steps * 2>(stage.k, problem.k, K::stride(2), tile * tile_keys, width);
     copy_tile<value_tiles>(stage.v, problem.v, V::stride(2), tile * tile_keys, value_width);
-}
-
-// Four 8 × 8 matrices as fragments; lanes 8i to 8i + 7 say where the rows of matrix i begin in shared memory. Transposed,
-// lane 4g + p holds rows 2p and 2p + 1 of column g.
-template <bool transposed>
-__device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], unsigned address) {
-#if __CUDA_ARCH__ >= 750
-    if constexpr (transposed) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3]) : "r"(address)
-                     : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3]) : "r"(address)
-                     : "memory");
-    }
-#else
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = 8 * i + (transposed ? lane % 4 * 2 : lane / 4);
-        const unsigned first = __shfl_sync(0xffffffffu, address, row);
-        const unsigned second = __shfl_sync(0xffffffffu, address, transposed ? row + 1 : row);
-        const int column = transposed ? lane / 4 : lane % 4 * 2;
-        const Half low = static_cast<const Half *>(__cvta_shared_to_generic(first))[column];
-        const Half high = static_cast<const Half *>(__cvta_shared_to_generic(second))[column + (transposed ? 0 : 1)];
-        matrices[i] = unsigned(low.bits) | unsigned(high.bits) << 16;
-    }
-#endif
 }
 
 // The queries of a warp as fragments: in registers, or in shared memory for the sake of registers.

@@ -1,13 +1,6 @@
 // Products of staged steps by warps. Expects `multiply`, which adds those of one fragment.
 
-// The four 8 × 16-byte matrices of fragments whose row and piece this lane points at.
-__device__ __forceinline__ void load_fragments(unsigned (&words)[4], const unsigned char *lane_row) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(lane_row)) : "memory");
-#endif
-}
+#include "common/matrices.cuh"
 
 // Adds the products of one staged step to a warp's fragments of the tile; lane 4g + p holds columns 2p and 2p + 1 of rows
 // g and g + 8 of each.
@@ -24,12 +17,13 @@ __device__ __forceinline__ void multiply_stage(
         unsigned b[N_FRAGMENTS / 2][4];
 #pragma unroll
         for (int m = 0; m < M_FRAGMENTS; m++) {
-            load_fragments(a[m], patches + staged(first_m + 16 * m + lane % 16, 32 * part + lane / 16 * 16));
+            const int row = first_m + 16 * m + lane % 16;
+            load_matrices<false>(a[m], shared_address(patches + staged(row, 32 * part + lane / 16 * 16)));
         }
 #pragma unroll
         for (int n = 0; n < N_FRAGMENTS / 2; n++) {
             const int row = first_n + 16 * n + lane % 8 + lane / 16 * 8;
-            load_fragments(b[n], factors + staged(row, 32 * part + lane / 8 % 2 * 16));
+            load_matrices<false>(b[n], shared_address(factors + staged(row, 32 * part + lane / 8 % 2 * 16)));
         }
 #pragma unroll
         for (int m = 0; m < M_FRAGMENTS; m++) {

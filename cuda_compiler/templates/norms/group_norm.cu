@@ -151,7 +151,7 @@ WAITING_KERNEL(groupnorm_apply) {
             shift[i] = to_float(bias[channel * Bias::stride(0)]);
         }
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int pixel = own.first + own.line; pixel < own.end; pixel += lines) {
         float values[pack];
         load_floats(values, x + own.image * X::stride(0) + pixel * X::stride(2) + own.channel);
