@@ -151,14 +151,27 @@ WAITING_KERNEL(groupnorm_apply) {
             shift[i] = to_float(bias[channel * Bias::stride(0)]);
         }
     }
-#pragma unroll 4
-    for (int pixel = own.first + own.line; pixel < own.end; pixel += lines) {
-        float values[pack];
-        load_floats(values, x + own.image * X::stride(0) + pixel * X::stride(2) + own.channel);
+    // Several pixels are on their way at a time: compilers move no load ahead of a store.
+    constexpr int at_once = 4;
+    const X::type *data = x + own.image * X::stride(0) + own.channel;
+    for (int first = own.first + own.line; first < own.end; first += at_once * lines) {
+        Pack<X::type, pack> loaded[at_once];
 #pragma unroll
-        for (int i = 0; i < pack; i++) {
-            values[i] = activate(fmaf(values[i] - mean[i], scale[i], shift[i]));
+        for (int i = 0; i < at_once; i++) {
+            loaded[i] = load_pack<pack>(data + smaller(first + i * lines, own.end - 1) * X::stride(2));
         }
-        store_floats(out + own.image * Out::stride(0) + pixel * Out::stride(2) + own.channel, values);
+#pragma unroll
+        for (int i = 0; i < at_once; i++) {
+            const int pixel = first + i * lines;
+            if (pixel < own.end) {
+                float values[pack];
+                to_floats(values, loaded[i]);
+#pragma unroll
+                for (int j = 0; j < pack; j++) {
+                    values[j] = activate(fmaf(values[j] - mean[j], scale[j], shift[j]));
+                }
+                store_floats(out + own.image * Out::stride(0) + pixel * Out::stride(2) + own.channel, values);
+            }
+        }
     }
 }
