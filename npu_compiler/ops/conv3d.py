@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
@@ -12,16 +13,20 @@ from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import emit_batched, emit_linear
 from npu_compiler.ops.reductions import reduce
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.views import Shape, View, numel
+from npu_compiler.program.views import MAX_RANK, Shape, View, numel
 
 MOST_UNFOLDED = 2**26  # elements of all windows
-_WINDOW = ("stride", "padding", "dilation")
 
 
 def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[int]:
     value = node.attrs.get(name, default)
     listed = [value] if isinstance(value, int) else list(value)
     return listed * spatial if len(listed) == 1 else listed or [default] * spatial
+
+
+def _settings(node: OpNode, spatial: int) -> list[list[int]]:
+    """Stride, padding and dilation along each axis of a sliding window."""
+    return [_per_axis(node, name, int(name != "padding"), spatial) for name in ("stride", "padding", "dilation")]
 
 
 def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
@@ -82,37 +87,113 @@ def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
     rows = ctx.reshaped(split, (groups, batch * numel(sizes), channels // groups))
     product = ctx.temp((groups, rows.shape[1], outputs * taps), "float32")
     emit_batched(ctx, rows, ctx.reshaped(weight, (groups, rows.shape[2], outputs * taps)), product)
-    by_tap = product.reshape((groups, batch, *sizes, outputs, taps))
+    scatter = _Scatter.of(node, out.shape[2:], weight.shape[2:], tuple(sizes))
+    places = ctx.reshaped(product, (groups * batch, *sizes, outputs * taps))
+    places = _padded(ctx, places, scatter.around, first=1)
+    by_tap = places.reshape((groups, batch, *places.shape[1:4], outputs, *weight.shape[2:]))
     total = ctx.temp(out.shape, "float32") if biases else out
     target = total.reshape((batch, groups, outputs, *out.shape[2:]))
     assert by_tap is not None and target is not None
-    sources = [by_tap.select(6, tap).permute([1, 0, 5, 2, 3, 4]) for tap in range(taps)]
-    _sum_over_taps(ctx, node, sources, weight.shape[2:], target)
+    scatter.sum(ctx, by_tap.permute([1, 0, 5, 6, 7, 8, 2, 3, 4]), target)
     if biases:
         ctx.elementwise("add", [total, per_channel(biases[0], total.rank)], out)
 
 
-def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window: Shape, out: View) -> None:
-    """Fill `out` with the sum of the values that the taps of a sliding window place in it.
+@dataclass(frozen=True)
+class _Phase:
+    """Outputs of an axis that are `stride` apart, so that the same taps of a sliding window reach all of them.
 
-    Args:
-        sources: For each tap, its values [*lead, *places], which are added to [*lead, *axes] of `out`.
+    Attributes:
+        start: The first of them.
+        count: Number of them.
+        taps: The taps that reach them, evenly spaced.
+        places: For each of these taps, the place of the window that reaches the first output. The places after it reach
+            the others.
     """
-    summands = ctx.temp((len(sources), *out.shape), "float32")
-    ctx.emit("fill_kernel", [], [summands], {"value": 0.0, "int_value": 0})
-    stride, padding, dilation = (_per_axis(node, x, int(x != "padding"), len(window)) for x in _WINDOW)
-    for number, tap in enumerate(itertools.product(*(range(count) for count in window))):
-        source, target = sources[number], summands.select(0, number)
-        axes = zip(stride, padding, dilation, tap, strict=True)
-        for dim, (step, pad, gap, index) in enumerate(axes, out.rank - len(window)):
-            first = gap * index - pad  # where the first element goes; what lies outside is cut off
-            skipped = -(first // step) if first < 0 else 0
-            end = max(min(source.shape[dim], (target.shape[dim] - 1 - first) // step + 1), skipped)
-            start = min(first + skipped * step, target.shape[dim])
-            source = source.slice(dim, skipped, end)
-            target = target.slice(dim, start, start + max((end - skipped - 1) * step + 1, 0), step)
-        ctx.copy(source, target)
-    reduce(ctx, "sum", summands, 0, out)
+
+    start: int
+    count: int
+    taps: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def _phases(size: int, taps: int, stride: int, padding: int, dilation: int) -> list[_Phase]:
+    """The phases of an axis of `size` outputs: a window's tap reaches place · stride + tap · dilation - padding."""
+    phases = []
+    for start in range(min(stride, size)):
+        reach = {tap: start + padding - tap * dilation for tap in range(taps)}
+        own = {tap: first // stride for tap, first in reach.items() if first % stride == 0}
+        phases.append(_Phase(start, -((start - size) // stride), tuple(own), tuple(own.values())))
+    return phases
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """Where the taps of a sliding window put their values: the phases of each axis.
+
+    Attributes:
+        around: For each axis, the places before the first and after the last one that outputs ask for: they hold zeros.
+    """
+
+    phases: tuple[tuple[_Phase, ...], ...]
+    around: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, node: OpNode, sizes: Shape, window: Shape, places: Shape) -> _Scatter:
+        """The scatter of a node that makes axes of these sizes by a window's taps at some places."""
+        phases = tuple(tuple(_phases(*axis)) for axis in zip(sizes, window, *_settings(node, len(window)), strict=True))
+        around = []
+        for axis, count in zip(phases, places, strict=True):
+            asked = [first for phase in axis for place in phase.places for first in (place, place + phase.count - 1)]
+            around.append((max(-min(asked, default=0), 0), max(max(asked, default=0) - count + 1, 0)))
+        return cls(phases, tuple(around))
+
+    def sum(self, ctx: Lowering, values: View, out: View) -> None:
+        """Fill `out` with the sums of the values that are put there.
+
+        Args:
+            values: The values [*lead, *taps, *places], the places around included.
+            out: The sums [*lead, *axes].
+        """
+        lead, axes = out.rank - len(self.phases), range(len(self.phases))
+        for phases in itertools.product(*self.phases):
+            target, offset = out, values.offset
+            taps, tap_steps = list[int](), list[int]()
+            for axis, phase in zip(axes, phases, strict=True):
+                target = target.slice(lead + axis, phase.start, out.shape[lead + axis], len(self.phases[axis]))
+                tap_step, step = values.strides[lead + axis], values.strides[lead + len(axes) + axis]
+                reached = [
+                    tap * tap_step + (place + self.around[axis][0]) * step
+                    for tap, place in zip(phase.taps, phase.places, strict=True)
+                ]
+                taps.append(len(reached))
+                tap_steps.append(abs(reached[1] - reached[0]) if len(reached) > 1 else 0)
+                offset += min(reached, default=0)
+            if 0 in taps:
+                ctx.emit("fill_kernel", [], [target], {"value": 0.0, "int_value": 0})
+                continue
+            strides = (*tap_steps, *values.strides[:lead], *values.strides[lead + len(axes) :])
+            reached_values = replace(values, shape=(*taps, *target.shape), strides=strides, offset=offset)
+            _sum_first(ctx, reached_values, len(axes), target)
+
+
+def _sum_first(ctx: Lowering, x: View, dims: int, out: View) -> None:
+    """Emit the sum of `x` over its first dimensions; slice by slice if the others are too many for a kernel."""
+    if all(count == 1 for count in x.shape[:dims]):
+        for _ in range(dims):
+            x = x.select(0, 0)
+        ctx.copy(x, out)
+        return
+    kept = [dim for dim in range(x.rank) if dim < dims or x.shape[dim] > 1]
+    if len(kept) > MAX_RANK:
+        slices = out.shape.index(min(size for size in out.shape if size > 1))
+        for index in range(out.shape[slices]):
+            _sum_first(ctx, x.select(dims + slices, index), dims, out.select(slices, index))
+        return
+    target = out.reshape(tuple(size for size in out.shape if size > 1))
+    assert target is not None
+    shape, strides = (tuple(which[dim] for dim in kept) for which in (x.shape, x.strides))
+    reduce(ctx, "sum", replace(x, shape=shape, strides=strides), list(range(dims)), target)
 
 
 def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
@@ -144,13 +225,13 @@ def _paddings(node: OpNode, spans: list[int]) -> list[tuple[int, int]]:
     return [(pad, pad) for pad in ([0, 0, 0] if padding == "valid" else _per_axis(node, "padding", 0))]
 
 
-def _padded(ctx: Lowering, x: View, paddings: list[tuple[int, int]]) -> View:
-    """A copy of a volume [batch, channels, *axes] with zeros around it; the volume itself if there is no padding."""
+def _padded(ctx: Lowering, x: View, paddings: Sequence[tuple[int, int]], first: int = 2) -> View:
+    """A copy of a view with zeros around its axes, from dimension `first` on; the view itself without padding."""
     if not any(map(any, paddings)):
         return x
-    shape = (*x.shape[:2], *(size + sum(pair) for size, pair in zip(x.shape[2:], paddings, strict=True)))
-    padded = ctx.temp(shape, x.dtype)
-    pads = [pad for pair in reversed(paddings) for pad in pair]
+    around = [*[(0, 0)] * first, *paddings, *[(0, 0)] * (x.rank - first - len(paddings))]
+    padded = ctx.temp(tuple(size + sum(pair) for size, pair in zip(x.shape, around, strict=True)), x.dtype)
+    pads = [pad for pair in reversed(around) for pad in pair]
     params = {"mode": "constant", "pads": pads + [0] * (12 - len(pads)), "value": 0.0, "int_value": 0}
     ctx.emit("pad_kernel", [x], [padded], params)
     return padded
@@ -204,10 +285,14 @@ def lower_col2im(ctx: Lowering, node: OpNode) -> None:
     x, out = ctx.view(node.inputs[0]), ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == rank else view for view, rank in ((x, 2), (out, 3)))
     window = tuple(_per_axis(node, "kernel_size", 1, 2))
-    stride, padding, dilation = (_per_axis(node, name, int(name != "padding"), 2) for name in _WINDOW)
-    places = [
+    stride, padding, dilation = _settings(node, 2)
+    places = tuple(
         (size + 2 * pad - gap * (taps - 1) - 1) // step + 1
         for size, pad, gap, taps, step in zip(out.shape[2:], padding, dilation, window, stride, strict=True)
-    ]
-    by_tap = ctx.reshaped(x, (x.shape[0], out.shape[1], numel(window), *places))
-    _sum_over_taps(ctx, node, [by_tap.select(2, tap) for tap in range(numel(window))], window, out)
+    )
+    scatter = _Scatter.of(node, out.shape[2:], window, places)
+    maps = ctx.reshaped(x, (x.shape[0], out.shape[1] * numel(window), *places))
+    maps = _padded(ctx, maps, scatter.around)
+    by_tap = maps.reshape((x.shape[0], out.shape[1], *window, *maps.shape[2:]))
+    assert by_tap is not None
+    scatter.sum(ctx, by_tap, out)
