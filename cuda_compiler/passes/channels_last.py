@@ -229,12 +229,13 @@ class _Relaid:
         rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
         dtype = x.dtype if rounds else weight.dtype
         constant = operands.is_constant(weight)
-        fold = fold_factor(call, weight, PACK) if x.dtype in HALF_DTYPES else 1
+        foldable = x.dtype in HALF_DTYPES and not _is_depthwise(call, weight)
+        fold = fold_factor(call, weight, PACK) if foldable else 1
         if fold > 1:
             call, x, weight = operands.fold(call, x, weight, dtype, fold, PACK)
         else:
             channels = weight.shape[1]
-            if call.params["groups"] == 1 and x.dtype in HALF_DTYPES:
+            if call.params["groups"] == 1 and foldable:
                 channels += -channels % PACK
             x = operands.input(x, channels if call.params["groups"] == 1 else x.shape[1], call.node)
             order = DEPTHWISE_WEIGHTS if _is_depthwise(call, weight) else IMAGES
@@ -258,7 +259,8 @@ class _Relaid:
 
 
 def _is_depthwise(call: KernelCall, weight: View) -> bool:
-    return call.params["groups"] > 1 and weight.shape[1] == 1
+    """Whether each input channel has a group of its own, as that of a convolution of one channel to one has."""
+    return weight.shape[1] == 1 and (call.params["groups"] > 1 or weight.shape[0] == 1)
 
 
 def _as_pooling(call: KernelCall) -> KernelCall:

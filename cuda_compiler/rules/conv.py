@@ -34,8 +34,9 @@ _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS, _SHORT_TAPS = 25, 9
 DEPTHWISE, WINDOW = "conv_depthwise", "conv_window"
-# Convolutions by windows: most channels of a group, or output channels of a block; without groups, most input channels, and blocks
-# that share the output channels; input channels and pixels of a block's window, its threads, and their registers.
+# Convolutions by windows: most channels of a group, or output channels of a block; without groups, most input channels,
+# and blocks that share the output channels; input channels and pixels of a block's window, its threads, and their
+# registers.
 _NARROW, _FEW_INPUTS, _MOST_SHARES, _WINDOW_FORMS = 64, 128, 4, ((64, 112), (32, 112), (64, 224), (128, 64))
 _WINDOW_THREADS, _WINDOW_REGISTERS = 128, 128
 _REGISTERS = 65536  # of a multiprocessor
