@@ -9,7 +9,7 @@ from npu_compiler.fusions.engine import Fusion, Match, Maybe, Num, P, Pattern, R
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.registry import unsupported_reason
 
-x, q, k, v, mask = (Var(name) for name in ("x", "q", "k", "v", "mask"))
+x, q, k, v, gain, mask = (Var(name) for name in ("x", "q", "k", "v", "gain", "mask"))
 
 RESHAPES = "aten.view aten.reshape aten._unsafe_view aten.expand"
 
@@ -40,10 +40,11 @@ def _capped(scores: Pattern) -> P:
 def _attention_patterns() -> tuple[P, ...]:
     """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped.
 
-    The scaled scores may have a soft cap. Or the transpose of that, vᵀ · softmax(…)ᵀ, where vᵀ arrives.
+    The scale is a number, or a gain for each row of scores, as of each head. The scaled scores may have a soft cap. Or
+    the transpose of that, vᵀ · softmax(…)ᵀ, where vᵀ arrives.
     """
     raw = P(_PRODUCTS, (q, k))
-    scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
+    scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), mul(raw, gain), raw)
     result: list[Pattern] = []
     for scores in scaled:
         scores = Maybe(scores)  # type: ignore[assignment]
@@ -79,6 +80,11 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
     bias = match.tensors.get("mask")
     if bias is not None and (specs[bias].dtype == "bool" or len(specs[bias].shape) > len(key_shape)):
         return None
+    if (gains := match.tensors.get("gain")) is not None:
+        shape = specs[gains].shape
+        if len(shape) > len(key_shape) or shape[-1:] != (1,) or specs[gains].dtype != specs[query].dtype:
+            return None
+        query = rewriter.node(f"{match.root.name}.query", "aten.mul.Tensor", (query, gains), query, specs[query].shape)
     swap = {"dim0": -2, "dim1": -1}
 
     def turned(name: str, what: str) -> str:

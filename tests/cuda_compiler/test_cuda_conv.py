@@ -131,6 +131,7 @@ SMALL = [
     transposed("dilated", (1, 8, 7, 8), (8, 8, 3, 3), padding=(1, 3), dilation=(2, 3)),
     transposed("depthwise", (1, 8, 5, 4), (8, 1, 4, 4), stride=(2, 2), padding=(1, 1), groups=8, bias="float32"),
     conv("odd-groups", T((2, 9, 5, 4)), (15, 3, 3, 3), groups=3, padding=(1, 1, 1, 1), residual="compute"),
+    conv("one-channel", T((3, 1, 1, 40)), (1, 1, 1, 5), padding=(0, 0, 2, 2), bias="float32"),
     conv("odd-depthwise", T((1, 13, 5, 6)), (13, 1, 3, 3), groups=13, bias="float32", activation="relu"),
     conv("large-depthwise", T((1, 6, 9, 8)), (6, 1, 5, 7), groups=6, padding=(2, 2, 3, 3), bias="float32"),
     conv(

@@ -276,6 +276,44 @@ def capped_attention(g: IRBuilder, bound: float) -> None:
     g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
 
 
+@shows(
+    "attention",
+    given="""
+    %transpose = aten.transpose(%k) {dim0=2, dim1=3}
+    %matmul = aten.matmul(%q, %transpose)
+    %mul = aten.mul(%matmul, %gain)
+    %add = aten.add(%mul, %mask)
+    %softmax = aten.softmax(%add) {dim=-1}
+    %matmul_1 = aten.matmul(%softmax, %v)
+    return %matmul_1
+    """,
+    result="""
+    %transpose = aten.transpose(%k) {dim0=2, dim1=3}
+    %matmul_1.query = aten.mul(%q, %gain)
+    %matmul_1.key = aten.transpose(%transpose) {dim0=-2, dim1=-1}
+    %matmul_1 = npu.attention(%matmul_1.query, %matmul_1.key, %v, %mask) {scale=1.0}
+    return %matmul_1
+    """,
+)
+def attention_with_a_gain_for_each_head(g: IRBuilder) -> None:
+    attention_with_a_gain(g, 4, 1, 1)
+
+
+def attention_with_a_gain(g: IRBuilder, *shape: int) -> None:
+    q, k, v = (g.input(name, 1, 4, 5, 8) for name in "qkv")
+    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
+    scaled = g("aten.mul.Tensor", scores, g.input("gain", *shape))
+    masked = g("aten.add.Tensor", scaled, g.input("mask", 1, 1, 5, 5))
+    g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5, 5), (2, 4, 5, 1)])
+def test_gains_that_are_no_factors_of_queries_stay(shape: tuple[int, ...]) -> None:
+    g = IRBuilder()
+    attention_with_a_gain(g, *shape)
+    assert "npu.attention" not in [node.op_type for node in fuse(read_ir(g.ir())).nodes]
+
+
 def test_scores_that_are_divided_by_another_number_have_no_soft_cap() -> None:
     g = IRBuilder()
     capped_attention(g, 29.0)
