@@ -213,7 +213,7 @@ def most_rows(rows: int, row_bytes: int, gated: bool) -> int:
     layers of Gemma 3 4B 28 % less; Llama 3.2 1B, where this included weights that are not long, took 1.5 % more.
     """
     matrices = 2 if gated else 1
-    most, whole = UNIT_ROWS // matrices, SLOT_BYTES // (row_bytes * matrices)
+    most, whole = UNIT_ROWS // matrices, SLOT_BYTES // max(row_bytes * matrices, 1)  # a sum of no terms has no bytes
     pays = is_long(matrices * rows * row_bytes) and row_bytes % LINE_BYTES == 0
     return whole if pays and most // 2 <= whole < most else most
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from cuda_cases import CASES, TILED_ATTENTION, cached
+from cuda_cases import CASES, TILED_ATTENTION, cached, tolerant
 from cuda_convolutions import CASES as CONVOLUTIONS
 from cuda_gpu import cuda_backends, need_gpu
 from metal_harness import DTYPES, Case, all_cases, run_case
 
 from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_runtime import CUDABackend
-
-# Of products of many rows, whose weight is widened to 16 bits, as a 16-bit model has it: relative to the largest.
-WIDENED = {"float16": 2.0**-8, "bfloat16": 2.0**-5}
-
-# Of products of codes, for which x becomes integers of 15 bits in spans.
-IN_SPANS = 2.0**-12
 
 need_gpu()
 pytestmark = pytest.mark.gpu
@@ -32,11 +24,7 @@ def backend() -> CUDABackend:
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 @pytest.mark.parametrize("case", [*all_cases(), *CASES], ids=lambda case: case.id)
 def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: CUDABackend) -> None:
-    if case.kernel == "quantized_matmul_kernel" and dtype in WIDENED:
-        case = replace(case, atol=WIDENED[dtype])
-    if case.kernel == "quantized_expert_matmul_kernel" and dtype in WIDENED:
-        case = replace(case, atol=IN_SPANS)
-    run_case(case, backend, dtype, 1)
+    run_case(tolerant(case, dtype), backend, dtype, 1)
 
 
 class OtherBackend(CUDABackend):

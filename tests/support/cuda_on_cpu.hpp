@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-using std::isnan, std::max, std::min;
+using std::isinf, std::isnan, std::max, std::min;
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -220,6 +220,10 @@ template <typename T> T __shfl_sync(unsigned, T value, int lane) {
 }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int step) {
     return __shfl_sync(mask, value, threadIdx.x % 32 ^ step);
+}
+template <typename T> T __shfl_up_sync(unsigned mask, T value, int step) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(mask, value, lane < step ? lane : lane - step);
 }
 static unsigned __ballot_sync(unsigned, int bit) {
     CpuWarp &warp = cpu_warp();

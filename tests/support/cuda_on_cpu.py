@@ -26,8 +26,9 @@ import torch.nn.functional as F
 import traces
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import GemmLaunch, LaunchKind, gemm_of, kernel_launch_of
+from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, LaunchKind, gemm_of, kernel_launch_of, launch_of
 from cuda_compiler.specialization.c_text import TYPES
+from cuda_runtime.tuned_convolutions import kernels_of
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
@@ -195,6 +196,8 @@ class EmulatedBackend(CPUBackend):
             return lambda: _multiply(
                 gemm_of(call), [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0]))
             )
+        if isinstance(launch_of(call), ConvolutionLaunch):  # any kernel but those of warpgroups
+            call = next(form for form in kernels_of(call) if form.kernel != "conv_wgmma")
         source = self._sources[call.source]
 
         def launch() -> None:  # holds the operands' memory, which nobody else may need any more

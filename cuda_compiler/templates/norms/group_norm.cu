@@ -152,16 +152,16 @@ WAITING_KERNEL(groupnorm_apply) {
         }
     }
     // Several pixels are on their way at a time: compilers move no load ahead of a store.
-    constexpr int at_once = 4;
+    constexpr int together = 4;
     const X::type *data = x + own.image * X::stride(0) + own.channel;
-    for (int first = own.first + own.line; first < own.end; first += at_once * lines) {
-        Pack<X::type, pack> loaded[at_once];
+    for (int first = own.first + own.line; first < own.end; first += together * lines) {
+        Pack<X::type, pack> loaded[together];
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
+        for (int i = 0; i < together; i++) {
             loaded[i] = load_pack<pack>(data + smaller(first + i * lines, own.end - 1) * X::stride(2));
         }
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
+        for (int i = 0; i < together; i++) {
             const int pixel = first + i * lines;
             if (pixel < own.end) {
                 float values[pack];
