@@ -129,7 +129,7 @@ def _phases(size: int, taps: int, stride: int, padding: int, dilation: int) -> l
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Where the taps of a sliding window put their values: the phases of each axis.
+    """The phases of each axis along which the taps of a sliding window put their values.
 
     Attributes:
         around: For each axis, the places before the first and after the last one that outputs ask for: they hold zeros.
