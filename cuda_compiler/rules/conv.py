@@ -142,52 +142,33 @@ def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
     There are none for other convolutions.
     """
+    shares, joined = _window_shares(call)
+    if not shares:
+        return
     images, channels, rows, columns = call.outputs[0].shape
-    _, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
-    assert weight is not None and out is not None
-    parts = call.params["groups"]
-    inner, outer = weight.shape[1], channels // parts
-    stored = [view for view in (out, residual) if view is not None]
-    fits = inner % 2 == outer % 2 == 0 and (
-        max(inner, outer) <= _NARROW if parts > 1 else inner <= _FEW_INPUTS and weight.numel > inner * outer
-    )
-    shares = next((n for n in range(1, _MOST_SHARES + 1) if outer % (2 * n) == 0 and outer // n <= _NARROW), 0)
-    if not (fits and shares and all(is_packed(view, 2) for view in stored)):
-        return
-    if bias is not None and vector_width(bias) < 2:
-        return
-    own = outer // shares
-    joined = next(
-        count
-        for count in (4, 2, 1)
-        if count == 1
-        or own % (8 * count) == 0
-        and all(is_packed(view, 2 * count) for view in stored)
-        and (bias is None or vector_width(bias) >= 2 * count)
-    )
+    weight, parts = call.inputs[1], call.params["groups"]
     tried = set()
     for width, pixels in _WINDOW_FORMS:
-        packed = _packed_groups(width, parts, inner)
-        if not packed:
-            continue
+        packed = _packed_groups(width, parts, weight.shape[1])
         across = groups(columns, groups(columns, 16))
         down = groups(rows, groups(rows, max(pixels // across, 1)))
         threads = _WINDOW_THREADS * (1 if packed * groups(down * across, 32) <= 4 or parts > 1 else 2)
-        window, factors = _window_bytes(call, packed, down, across), packed * own * _factor_bytes(weight)
+        window = _window_bytes(call, packed, down, across)
+        factors = packed * (channels // parts // shares) * _factor_bytes(weight)
         most = _REGISTERS // (_WINDOW_REGISTERS * threads)
         # Copies go on beside products with a second window, or with a second block.
         resident = {n: min(most, make.gpu.shared_memory // (n * window + factors)) for n in (2, 1)}
         windows = 2 if resident[2] > 1 or resident[1] == resident[2] else 1
-        if not resident[1] or (packed, down) in tried:
+        if not packed or not resident[1] or (packed, down) in tried:
             continue
         tried.add((packed, down))
-        tiles_of_all, blocks = images * groups(rows, down) * groups(columns, across), shares * parts // packed
-        each = groups(tiles_of_all * blocks, resident[windows] * MULTIPROCESSORS)
+        count, blocks = images * groups(rows, down) * groups(columns, across), shares * parts // packed
+        each = groups(count * blocks, resident[windows] * MULTIPROCESSORS)
         yield make.kernel(
             call,
             "conv/window.cu",
             function=WINDOW,
-            grid=(groups(tiles_of_all, each), blocks, 1),
+            grid=(groups(count, each), blocks, 1),
             block=(threads, 1, 1),
             shared=windows * window + factors,
             constants={
@@ -202,6 +183,30 @@ def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
             min_blocks=resident[windows],
             **kernel_options(call),
         )
+
+
+def _window_shares(call: KernelCall) -> tuple[int, int]:
+    """How output channels are shared out in a convolution by windows; zeros if it cannot be one.
+
+    Returns:
+        shares: Number of blocks that share those of a group.
+        joined: Number of fragments whose columns are side by side in a lane, which stores them at once.
+    """
+    _, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert weight is not None and out is not None
+    parts, inner, taps = call.params["groups"], weight.shape[1], weight.shape[2] * weight.shape[3]
+    outer = out.shape[1] // parts
+    is_narrow = max(inner, outer) <= _NARROW if parts > 1 else inner <= _FEW_INPUTS and taps > 1
+    shares = next((n for n in range(1, _MOST_SHARES + 1) if outer % (2 * n) == 0 and outer // n <= _NARROW), 0)
+    if not (is_narrow and shares and inner % 2 == 0):
+        return 0, 0
+
+    def fits(pack: int) -> bool:
+        aligned = all(is_packed(view, pack) for view in (out, residual) if view is not None)
+        return aligned and (bias is None or vector_width(bias) >= pack)
+
+    wide = (count for count in (4, 2) if outer // shares % (8 * count) == 0 and fits(2 * count))
+    return (shares, next(wide, 1)) if fits(2) else (0, 0)
 
 
 def _window_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
