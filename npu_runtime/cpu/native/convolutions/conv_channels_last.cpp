@@ -1,17 +1,19 @@
 // Convolution as a product of windows with the weight of a linear layer. Windows are multiplied where they are, a part of the
-// product for each of their pixels; or they are gathered some pixels at a time, as the matrix unit takes them.
+// product for each of their pixels inside the image; or they are gathered some pixels at a time, as the matrix unit takes them.
 #include <array>
 
 #include "convolutions/channels_last.h"
+#include "convolutions/stretches.h"
 
 namespace npu::conv {
 namespace {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of gathered windows, which should stay in L2
 constexpr int64_t kCopiedBytes = 512;  // of a pixel: channels of as many groups as fit are copied together
-constexpr int64_t kBandBytes = 256 << 10;   // of images whose windows are multiplied where they are, which should too
+// Of images whose windows are multiplied where they are, which should too.
+constexpr int64_t kBandBytes = kLanes == 16 ? 448 << 10 : 256 << 10;
 // Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
-constexpr int64_t kPanelBytes = kLanes == 16 ? 256 << 10 : 32 << 10;
+constexpr int64_t kPanelBytes = kLanes == 16 ? 320 << 10 : 32 << 10;
 
 // The last chunk begins early enough to end with the range.
 template <class Chunk>
@@ -128,12 +130,10 @@ void convolve_images(const ChannelsLastArgs& a) {
   });
 }
 
-// Number of lines, or of pixels of a line, that some results read.
-int64_t extent(int64_t out, int64_t stride, int64_t kernel, int64_t dilation) {
-  return (out - 1) * stride + (kernel - 1) * dilation + 1;
+// Number of lines of an image that some rows of the result read, with those of the padding.
+int64_t lines_of(const ChannelsLastArgs& a, int64_t rows) {
+  return (rows - 1) * a.stride_h + (a.kernel_h - 1) * a.dilation_h + 1;
 }
-int64_t lines_of(const ChannelsLastArgs& a, int64_t rows) { return extent(rows, a.stride_h, a.kernel_h, a.dilation_h); }
-int64_t padded_w(const ChannelsLastArgs& a) { return extent(a.out_w, a.stride_w, a.kernel_w, a.dilation_w); }
 
 // The split of a product with windows that are multiplied where they are. A task is a band of the result, some rows of an
 // image or some images, whose input stays in L2, and a part of the panels of all groups.
@@ -143,11 +143,13 @@ struct Bands {
   int64_t count;               // of tasks
 
   Bands(const ChannelsLastArgs& a, int64_t pixel_bytes) : panels(divide_up(a.linear.n, kPanel)) {
-    const int64_t line = padded_w(a) * pixel_bytes, wanted = num_threads() > 1 ? 4 * num_threads() : 1;
-    images = std::clamp<int64_t>(kBandBytes / (lines_of(a, a.out_h) * line), 1, divide_up(a.batch, num_threads()));
+    const int64_t line = a.in_w * pixel_bytes, wanted = num_threads() > 1 ? 4 * num_threads() : 1;
+    const int64_t all_panels = panels * a.groups;
+    const int64_t most_images = all_panels < wanted ? divide_up(a.batch, num_threads()) : a.batch;
+    images = std::clamp<int64_t>(kBandBytes / (a.in_h * line), 1, most_images);
     const int64_t lines = kBandBytes / line - (a.kernel_h - 1) * a.dilation_h;
     const int64_t fitting = std::clamp<int64_t>((lines - 1) / a.stride_h + 1, 1, a.out_h);
-    const int64_t batches = divide_up(a.batch, images), all_panels = panels * a.groups;
+    const int64_t batches = divide_up(a.batch, images);
     each = std::max(divide_up(a.out_h, fitting), std::min(a.out_h, divide_up(wanted, batches * all_panels)));
     rows = images > 1 ? a.out_h : divide_up(a.out_h, each);
     each = divide_up(a.out_h, rows);
@@ -156,38 +158,28 @@ struct Bands {
   }
 };
 
-// Images in which all windows of a band lie, and their strides.
+// Images in which all windows of a band lie, from a line on, and their strides.
 template <class T>
 struct Images {
-  const T* data;  // of the band's first window
-  int64_t item_stride, row_stride, pixel_stride;
+  const T* data;
+  int64_t first_line, item_stride, row_stride, pixel_stride;
 };
 
-bool reads_padding(const ChannelsLastArgs& a) {
-  return a.pad_top || a.pad_left || lines_of(a, a.out_h) > a.in_h || padded_w(a) > a.in_w;
-}
-
-// The images themselves, or a copy of what the band reads of some channels, with its padding.
+// The images themselves; or a copy of the lines of some channels that the band reads, in which pixels are neighbours.
 template <class T>
 Images<T> images_of(const ChannelsLastArgs& a, int64_t item, int64_t items, int64_t row, int64_t rows, int64_t channel,
                     int64_t channels, T* copy) {
   const T* x = reinterpret_cast<const T*>(a.linear.x.data) + item * a.x_batch_stride + channel;
-  if (!copy) return {x + row * a.stride_h * a.x_row_stride, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride};
-  const int64_t width = padded_w(a), line = width * channels, lines = lines_of(a, rows);
+  if (!copy) return {x, 0, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride};
+  const int64_t top = row * a.stride_h - a.pad_top, first = std::clamp<int64_t>(top, 0, a.in_h);
+  const int64_t lines = std::clamp<int64_t>(top + lines_of(a, rows), first, a.in_h) - first, line = a.in_w * channels;
+  T* to = copy;
   for (int64_t i = 0; i < items * lines; ++i) {
-    T* to = copy + i * line;
-    const int64_t y = row * a.stride_h + i % lines - a.pad_top;
-    const bool inside = y >= 0 && y < a.in_h;
-    const int64_t left = inside ? std::min(a.pad_left, width) : width;
-    const int64_t right = inside ? std::clamp(a.pad_left + a.in_w, left, width) : width;
-    std::fill(to, to + left * channels, T{});
-    std::fill(to + right * channels, to + line, T{});
-    if (left == right) continue;
-    const T* from = x + i / lines * a.x_batch_stride + y * a.x_row_stride;
-    for (int64_t pixel = left; pixel < right; ++pixel, from += a.x_pixel_stride)
-      copy_elements(from, to + pixel * channels, channels);
+    const T* from = x + i / lines * a.x_batch_stride + (first + i % lines) * a.x_row_stride;
+    for (int64_t pixel = 0; pixel < a.in_w; ++pixel, from += a.x_pixel_stride, to += channels)
+      copy_elements(from, to, channels);
   }
-  return {copy, lines * line, line, channels};
+  return {copy, first, lines * line, line, channels};
 }
 
 // Whether windows are multiplied where they are: pairs of channels are those of the weight, its panels stay in a near
@@ -197,9 +189,76 @@ bool reads_in_place(const ChannelsLastArgs& a) {
   if (kHasTiles && std::is_same_v<T, bf16> && tiles_allowed()) return false;
   const int64_t depth = a.kernel_h * a.kernel_w * a.channels;
   return a.channels % Step<T>::kWidth == 0 && depth == a.linear.k && depth * kPanel * int64_t(sizeof(T)) <= kPanelBytes &&
-         (a.groups > 1 || 2 * a.out_w >= kMaxRows) &&
-         lines_of(a, a.out_h) * padded_w(a) <= 4 * a.in_h * a.in_w;  // what may be copied
+         (a.groups > 1 || 2 * a.out_w >= kMaxRows);
 }
+
+// Results at equal distances: their number, and the distances of their windows and of the results themselves.
+struct Run {
+  int64_t count, step, pixels;
+
+  bool fills_blocks_better(const Run& other) const {
+    return count * divide_up(other.count, kMaxRows) > other.count * divide_up(count, kMaxRows);
+  }
+};
+
+// The products of one panel with windows where they are, for the images of a band.
+template <class T>
+struct PanelOfBand {
+  const ChannelsLastArgs& a;
+  const Axis &rows, &columns;
+  const Images<T>& images;
+  const T* data;        // the first image's channels of the panel's group
+  int64_t first_pixel;  // of the results of that image
+  int64_t items, group, column;
+  Finish finish;
+  Part<T>* parts;    // memory for the taps
+  int64_t* offsets;  // likewise: of their pixels from the first tap's
+
+  // For the results of a stretch of rows and one of columns.
+  void multiply(const Stretch& y, const Stretch& x) const {
+    const int64_t first = first_pixel + y.begin * a.out_w + x.begin;
+    const LinearArgs layer = layer_of_group<T>(a, group, first);
+    const DirectResult<T> direct(layer);
+    alignas(64) float start[kPanel], tile[kMaxRows * kPanel];
+    Range range = direct.begin(column, start);
+    range.low = direct.low, range.high = direct.high;
+    const int64_t steps = a.channels / Step<T>::kWidth, taps = y.taps() * x.taps();
+    const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
+    for (int64_t t = 0; t < taps; ++t) {
+      const int64_t ky = t / x.taps(), kx = t % x.taps();
+      const int64_t tap = (y.first_tap + ky) * a.kernel_w + x.first_tap + kx;
+      parts[t].panel = weight + tap * a.channels * kPanel;
+      offsets[t] = ky * a.dilation_h * images.row_stride + kx * a.dilation_w * images.pixel_stride;
+    }
+    const T* corner = data + (rows.place(y.begin, y.first_tap) - images.first_line) * images.row_stride +
+                      columns.place(x.begin, x.first_tap) * images.pixel_stride;
+    Run runs[] = {{x.size(), a.stride_w * images.pixel_stride, 1},
+                  {y.size(), a.stride_h * images.row_stride, a.out_w},
+                  {items, images.item_stride, a.out_h * a.out_w}};
+    for (Run& run : runs)
+      if (run.fills_blocks_better(runs[0])) std::swap(run, runs[0]);
+    const RowBlocks blocks(runs[0].count);
+    for (int64_t i = 0; i < runs[2].count * runs[1].count; ++i) {
+      const int64_t outer = i / runs[1].count, inner = i % runs[1].count;
+      for (int64_t block = 0; block < blocks.count; ++block) {
+        const int64_t begin = blocks.begin(block), count = blocks.size(block);
+        const T* window = corner + outer * runs[2].step + inner * runs[1].step + begin * runs[0].step;
+        const int64_t pixel = outer * runs[2].pixels + inner * runs[1].pixels + begin * runs[0].pixels;
+        for (int64_t t = 0; t < taps; ++t) parts[t].x = window + offsets[t];
+        if (direct.out) {
+          Results<T> results = direct.at(pixel, column);
+          results.row_stride *= runs[0].pixels, results.added_row_stride *= runs[0].pixels;
+          multiply_parts<T, T>(count, parts, taps, runs[0].step, steps, results, range, layer.n - column);
+        } else {
+          multiply_parts<T>(count, parts, taps, runs[0].step, steps, {tile}, {}, layer.n - column);
+          LinearArgs results = layer_of_group<T>(a, group, first + pixel);
+          results.out.stride[2] *= runs[0].pixels, results.residual.stride[2] *= runs[0].pixels;
+          finish(results, tile, 0, count, column);
+        }
+      }
+    }
+  }
+};
 
 template <class T>
 void convolve_in_place(const ChannelsLastArgs& a) {
@@ -207,58 +266,40 @@ void convolve_in_place(const ChannelsLastArgs& a) {
   const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = together * a.channels * int64_t(sizeof(T));
   const Bands bands(a, pixel_bytes);
   const Finish finish = finish_for(a.linear);
-  const RowBlocks blocks(a.out_w);
-  const int64_t table_bytes = round_up(taps * (sizeof(const T*) + sizeof(int64_t)), 64);
-  const int64_t copy_bytes = reads_padding(a) ? bands.images * lines_of(a, bands.rows) * padded_w(a) * pixel_bytes : 0;
+  const Axis rows{a.in_h, a.kernel_h, a.stride_h, a.dilation_h, a.pad_top};
+  const Axis columns{a.in_w, a.kernel_w, a.stride_w, a.dilation_w, a.pad_left};
+  const int64_t table_bytes = round_up(taps * (sizeof(Part<T>) + sizeof(int64_t)) +
+                                       (rows.most_stretches() + columns.most_stretches()) * sizeof(Stretch), 64);
+  const int64_t lines = std::min(lines_of(a, bands.rows), a.in_h);
+  const int64_t copy_bytes = a.groups > 1 ? bands.images * lines * a.in_w * pixel_bytes : 0;
   parallel_for(bands.count, 1, [&](int64_t begin, int64_t end, int) {
-    alignas(64) float tile[kMaxRows * kPanel];
     char* memory = thread_scratch().get<char>(table_bytes + copy_bytes);
-    const T** parts = reinterpret_cast<const T**>(memory);
-    int64_t* offsets = reinterpret_cast<int64_t*>(parts + taps);  // of taps
+    Part<T>* parts = reinterpret_cast<Part<T>*>(memory);
+    Stretch* xs = reinterpret_cast<Stretch*>(parts + taps);
+    Stretch* ys = xs + columns.most_stretches();
+    int64_t* offsets = reinterpret_cast<int64_t*>(ys + rows.most_stretches());
     T* copy = copy_bytes ? reinterpret_cast<T*>(memory + table_bytes) : nullptr;
+    const Stretch* end_of_xs = columns.split(0, a.out_w, xs);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t part = task % bands.parts, band = task / bands.parts;
       const int64_t item = band / bands.each * bands.images, items = std::min(bands.images, a.batch - item);
-      const int64_t first_row = band % bands.each * bands.rows, rows = std::min(bands.rows, a.out_h - first_row);
+      const int64_t row = band % bands.each * bands.rows, row_count = std::min(bands.rows, a.out_h - row);
+      const Stretch* end_of_ys = rows.split(row, row + row_count, ys);
       const int64_t first = a.groups * bands.panels * part / bands.parts;
       const int64_t last = a.groups * bands.panels * (part + 1) / bands.parts;
-      const int64_t steps = a.channels / Step<T>::kWidth;
       Images<T> images;
-      int64_t step = 0, ready = 0, first_group = 0;
+      int64_t ready = 0, first_group = 0;
       for (int64_t p = first; p < last; ++p) {
-        const int64_t group = p / bands.panels, column = p % bands.panels * kPanel;
+        const int64_t group = p / bands.panels;
         if (group >= ready) {
           const int64_t copied = std::min(together, divide_up(last, bands.panels) - group);
           first_group = group, ready = group + copied;
-          images = images_of(a, item, items, first_row, rows, group * a.channels, copied * a.channels, copy);
-          step = a.stride_w * images.pixel_stride;
-          for (int64_t t = 0; t < taps; ++t)
-            offsets[t] = t / a.kernel_w * a.dilation_h * images.row_stride +
-                         t % a.kernel_w * a.dilation_w * images.pixel_stride;
+          images = images_of(a, item, items, row, row_count, group * a.channels, copied * a.channels, copy);
         }
-        const LinearArgs layer = layer_of_group<T>(a, group, 0);
-        const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
-        const DirectResult<T> direct(layer);
-        alignas(64) float start[kPanel];
-        Range range = direct.begin(column, start);
-        range.low = direct.low, range.high = direct.high;
-        const int64_t columns = layer.n - column;
-        for (int64_t r = 0; r < items * rows; ++r) {
-          const int64_t i = r / rows, row = r % rows;
-          const T* line = images.data + (group - first_group) * a.channels + i * images.item_stride +
-                          row * a.stride_h * images.row_stride;
-          for (int64_t block = 0; block < blocks.count; ++block) {
-            const int64_t ox = blocks.begin(block), count = blocks.size(block);
-            const int64_t pixel = ((item + i) * a.out_h + first_row + row) * a.out_w + ox;
-            for (int64_t t = 0; t < taps; ++t) parts[t] = line + ox * step + offsets[t];
-            if (direct.out) {
-              multiply_parts<T, T>(count, parts, taps, step, weight, steps, direct.at(pixel, column), range, columns);
-            } else {
-              multiply_parts<T>(count, parts, taps, step, weight, steps, {tile}, {}, columns);
-              finish(layer, tile, pixel, count, column);
-            }
-          }
-        }
+        const PanelOfBand<T> panel{a, rows, columns, images, images.data + (group - first_group) * a.channels,
+                                   item * a.out_h * a.out_w, items, group, p % bands.panels * kPanel, finish, parts, offsets};
+        for (const Stretch* y = ys; y < end_of_ys; ++y)
+          for (const Stretch* x = xs; x < end_of_xs; ++x) panel.multiply(*y, *x);
       }
     }
   });

@@ -9,8 +9,8 @@ namespace {
 // A product of few steps takes hardly longer than what comes before and after it. So its addresses fit into the general
 // registers: what is kept in others waits there until the multiply-adds of the product before are done.
 template <class W, class Out, bool kPacked, int kColumns, int kRows>
-void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride, const W* w, int64_t steps,
-                   const Results<Out>& results, const Range& range) {
+void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int64_t steps, const Results<Out>& results,
+                   const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
   constexpr int kVecs = divide_up(kColumns, kLanes), kWhole = kColumns / kLanes;
@@ -34,6 +34,7 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     }
   constexpr int kApart = kPacked ? kRows : 4, kPlaces = divide_up(kRows, kApart);
   const typename S::X* x[kPlaces];  // each kApart'th row
+  const W* w;
   // Several rows use the same registers: g++ would rather read memory for each of them.
   const auto once = [](auto vec) __attribute__((always_inline)) {
     if constexpr (kRows > 1) return in_register(vec);
@@ -58,7 +59,7 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
     for (int i = 0; i < kPlaces; ++i) x[i] = not_known(x[i] + kStepOffset);
   };
   for (; count; --count, ++parts) {
-    x[0] = *parts;
+    x[0] = parts->x, w = parts->panel;
 #pragma GCC unroll 4
     for (int i = 1; i < kPlaces; ++i) x[i] = not_known(x[i - 1]) + kApart * row_stride;
     int64_t s = 0;
@@ -87,8 +88,7 @@ void multiply_rows(const typename Step<W>::X* const* parts, int64_t count, int64
 }
 
 template <class W, class Out>
-using Multiply = void (*)(const typename Step<W>::X* const*, int64_t, int64_t, const W*, int64_t, const Results<Out>&,
-                          const Range&);
+using Multiply = void (*)(const Part<W>*, int64_t, int64_t, int64_t, const Results<Out>&, const Range&);
 
 // By columns, in units of kColumnStep, and by rows.
 template <class W, class Out>
@@ -188,20 +188,21 @@ NPU_PACK(f16, f16)
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, const Sums& sums, const Range& range,
               int64_t columns) {
-  kTable<W, float>.packed[column_index(columns)][rows - 1](&x, 1, 0, panel, steps, sums, range);
+  const Part<W> part{x, panel};
+  kTable<W, float>.packed[column_index(columns)][rows - 1](&part, 1, 0, steps, sums, range);
 }
 template void multiply<float>(int64_t, const float*, const float*, int64_t, const Sums&, const Range&, int64_t);
 template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, const Sums&, const Range&, int64_t);
 template void multiply<f16>(int64_t, const float*, const f16*, int64_t, const Sums&, const Range&, int64_t);
 
 template <class W, class Out>
-void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, const Results<Out>& results, const Range& range, int64_t columns) {
-  kTable<W, Out>.unpacked[column_index(columns)][rows - 1](parts, count, row_stride, panel, steps, results, range);
+void multiply_parts(int64_t rows, const Part<W>* parts, int64_t count, int64_t row_stride, int64_t steps,
+                    const Results<Out>& results, const Range& range, int64_t columns) {
+  kTable<W, Out>.unpacked[column_index(columns)][rows - 1](parts, count, row_stride, steps, results, range);
 }
-#define NPU_PARTS(W, Out)                                                                                           \
-  template void multiply_parts<W, Out>(int64_t, const Step<W>::X* const*, int64_t, int64_t, const W*, int64_t,      \
-                                       const Results<Out>&, const Range&, int64_t);
+#define NPU_PARTS(W, Out)                                                                                                  \
+  template void multiply_parts<W, Out>(int64_t, const Part<W>*, int64_t, int64_t, int64_t, const Results<Out>&, const Range&, \
+                                       int64_t);
 NPU_PARTS(float, float)
 NPU_PARTS(bf16, float)
 NPU_PARTS(bf16, bf16)

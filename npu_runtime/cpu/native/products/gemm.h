@@ -146,15 +146,23 @@ template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, const Sums& sums, const Range& range,
               int64_t columns = kPanel);
 
+// Columns of x, and the steps of a panel that they are multiplied with.
+template <class W>
+struct Part {
+  const typename Step<W>::X* x;
+  const W* panel;
+};
+
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened. Its columns
 // lie in `count` places, `parts`, of `steps` steps each. Out is float or W.
 template <class W, class Out = float>
-void multiply_parts(int64_t rows, const typename Step<W>::X* const* parts, int64_t count, int64_t row_stride,
-                    const W* panel, int64_t steps, const Results<Out>& results, const Range& range, int64_t columns = kPanel);
+void multiply_parts(int64_t rows, const Part<W>* parts, int64_t count, int64_t row_stride, int64_t steps,
+                    const Results<Out>& results, const Range& range, int64_t columns = kPanel);
 template <class W, class Out = float>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
                        const Results<Out>& results, const Range& range, int64_t columns = kPanel) {
-  multiply_parts<W, Out>(rows, &x, 1, row_stride, panel, steps, results, range, columns);
+  const Part<W> part{x, panel};
+  multiply_parts<W, Out>(rows, &part, 1, row_stride, steps, results, range, columns);
 }
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.
