@@ -61,10 +61,7 @@ void multiply_lines(const ChannelsLastArgs& a, int64_t count, int64_t pitch, con
                     const Results<Out>& results, const Range& range) {
   const int64_t stride = kStride ? kStride : a.stride_w;
   Vec sum[kTogether][2];
-#pragma GCC unroll 14
-  for (int p = 0; p < kTogether; ++p)
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) sum[p][v] = load(range.start + v * range.vec_stride);
+  begin_sums(sum, results, range);
   for (int64_t line = 0; line < count; ++line, x += pitch)
     for (int64_t kx = 0; kx < a.kernel_w; ++kx, panel += kPanel) {
       const Vec weight[2] = {load(panel), load(panel + kLanes)};

@@ -28,10 +28,7 @@ NPU_INLINE void multiply_taps(const ChannelsLastArgs& a, const Columns<T>& colum
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) to[v] = load_n(from + channel + v * kLanes, count - v * kLanes);
   };
-#pragma GCC unroll 7
-  for (int p = 0; p < kTogether; ++p)
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sum[p][v] = load(range.start + v * range.vec_stride);
+  begin_sums(sum, results, range);
   for (int64_t ky = columns.first; ky < columns.last; ++ky) {
     const float* taps = a.taps + ky * a.kernel_w * a.channels;
     if constexpr (kSize) {

@@ -23,14 +23,14 @@ void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int6
     Vec whole[kVecs];  // of which the last is left out where `half` stands for it
     HalfVec half;
   } sum[kChains][kRows] = {};
-  const float* row_start = range.start;
+  Vec sums[kRows][kVecs];
+  begin_sums(sums, results, range);
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, row_start += range.row_stride)
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kVecs; ++v) {
-      const Vec start = load(row_start + v * range.vec_stride);
-      if (v < kWhole) sum[0][r].whole[v] = start;
-      else sum[0][r].half = first_half(start);
+      if (v < kWhole) sum[0][r].whole[v] = sums[r][v];
+      else sum[0][r].half = first_half(sums[r][v]);
     }
   constexpr int kApart = kPacked ? kRows : 4, kPlaces = divide_up(kRows, kApart);
   const typename S::X* x[kPlaces];  // each kApart'th row
@@ -70,7 +70,6 @@ void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int6
     for (; s < steps; ++s) step(sum[0]);
   }
   read_from_here_on();  // `results` and `range`
-  Vec sums[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     RowSums& row = sum[0][r];

@@ -53,8 +53,8 @@ struct PairStep {
 template <class W>
 using Step = std::conditional_t<kHasPairs && std::is_same_v<W, bf16>, PairStep<W>, FloatStep<W>>;
 
-// Where sums go, floats or rounded: vector v of row r to data + r * row_stride + v * vec_stride. `added`, if there is one, is
-// added to them. Of a row, `columns` are written and read.
+// Where sums go, floats or rounded: vector v of row r to data + r * row_stride + v * vec_stride. They begin with `added` too, if
+// there is one. Of a row, `columns` are written and read.
 //
 // Functions take it by reference: a copy in the arguments of a call is loaded by wider moves than those that have just stored
 // its members, and waits until these have reached the cache.
@@ -76,7 +76,7 @@ struct Range {
   float low = -kInfinity, high = kInfinity;
 };
 
-// Adds to the sums of some rows what is added to the results. kWhole: all columns of these vectors are results.
+// Adds to the sums of some rows what they begin with besides. kWhole: all columns of these vectors are results.
 template <bool kWhole, int kRows, int kVecs, class T>
 NPU_INLINE void add_results(Vec (&sums)[kRows][kVecs], const Results<T>& results) {
   const T* added = results.added;
@@ -87,6 +87,21 @@ NPU_INLINE void add_results(Vec (&sums)[kRows][kVecs], const Results<T>& results
       const int64_t count = kWhole ? kLanes : results.columns - v * kLanes;
       if (count > 0) sums[r][v] += load_n(added + v * kLanes, count);
     }
+}
+
+// Begins the sums of some rows. What is added to them is so before the products are: these then hide the additions, and
+// flush subnormal sums where any do.
+template <int kRows, int kVecs, class T>
+NPU_INLINE void begin_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results, const Range& range) {
+  const auto load_from = [&](int64_t row_stride) __attribute__((always_inline)) {
+    const float* start = range.start;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, start += row_stride)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = load(start + v * range.vec_stride);
+  };
+  range.row_stride ? load_from(range.row_stride) : load_from(0);
+  if (results.added) results.columns >= kVecs * kLanes ? add_results<true>(sums, results) : add_results<false>(sums, results);
 }
 
 // Puts the sums of some rows where they go. kWhole: all columns of these vectors are results, and none would be flushed.
@@ -108,7 +123,7 @@ NPU_INLINE void put(Vec (&sums)[kRows][kVecs], const Results<T>& results) {
   }
 }
 
-// Puts the sums of some rows where they go, within limits, with what is added to them. kFlushed: none is subnormal.
+// Puts the sums of some rows where they go, within limits. kFlushed: none is subnormal.
 template <bool kFlushed, int kRows, int kVecs, class T>
 NPU_INLINE void finish_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results, const Range& range) {
   const auto for_sums = [&](const auto& change) __attribute__((always_inline)) {
@@ -118,7 +133,6 @@ NPU_INLINE void finish_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results
       for (int v = 0; v < kVecs; ++v) sums[r][v] = change(sums[r][v]);
   };
   const bool whole = results.columns >= kVecs * kLanes;
-  if (results.added) whole ? add_results<true>(sums, results) : add_results<false>(sums, results);
   if (range.low > -kInfinity) {
     const Vec low = splat(range.low);
     for_sums([&](Vec v) __attribute__((always_inline)) { return max(low, v); });  // NaN passes
@@ -129,7 +143,7 @@ NPU_INLINE void finish_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results
   }
   if (!whole) return put<false>(sums, results);
   if constexpr (kFlushes<T>) {
-    if ((!kFlushed || results.added) && any_subnormal(sums)) {
+    if (!kFlushed && any_subnormal(sums)) {
       for_sums([&](Vec v) __attribute__((always_inline)) { return in_register(v); });  // or g++ keeps all tests' results
       return put<false>(sums, results);
     }
