@@ -237,7 +237,7 @@ struct PanelOfBand {
                   {items, images.item_stride, a.out_h * a.out_w}};
     for (Run& run : runs)
       if (run.fills_blocks_better(runs[0])) std::swap(run, runs[0]);
-    const RowBlocks blocks(runs[0].count);
+    const RowBlocks blocks(runs[0].count, rows_together(runs[0].step * int64_t(sizeof(T))));
     for (int64_t i = 0; i < runs[2].count * runs[1].count; ++i) {
       const int64_t outer = i / runs[1].count, inner = i % runs[1].count;
       for (int64_t block = 0; block < blocks.count; ++block) {

@@ -20,6 +20,12 @@ inline constexpr int64_t kColumnStep = kHasHalves ? kLanes / 2 : kLanes;
 // Two accumulators a row, and registers for the panel's two vectors and the broadcast of x.
 inline constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 
+// Maximum number of rows to multiply together, by the bytes from one to the next. Rows a whole number of pages apart share
+// one set of L1, which has eight lines at least.
+constexpr int64_t rows_together(int64_t row_bytes) {
+  return row_bytes % 4096 ? kMaxRows : std::min<int64_t>(kMaxRows, 8);
+}
+
 // What a panel's share of a product over many rows takes at most: of L1, or of a large L2 where vectors are long.
 inline constexpr int64_t kSliceBytes = kLanes == 16 ? 128 << 10 : 32 << 10;
 

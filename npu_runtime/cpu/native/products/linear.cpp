@@ -208,8 +208,9 @@ void linear(Products products) {
         return run_tiles(a, steps, kMaxTaskRows, [&](int64_t panel) { return weight + panel * steps * 2 * kPanel; });
       }
     }
-    const RowBlocks blocks(a.x.size[2]);
-    run_blocked<W>(a, reads_in_place<W>(a) ? nullptr : packed_x<W>(a, blocks, steps), blocks, steps);
+    const bool in_place = reads_in_place<W>(a);
+    const RowBlocks blocks(a.x.size[2], in_place ? rows_together(a.x.stride[2] * int64_t(sizeof(W))) : kMaxRows);
+    run_blocked<W>(a, in_place ? nullptr : packed_x<W>(a, blocks, steps), blocks, steps);
   });
 }
 
