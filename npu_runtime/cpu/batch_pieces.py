@@ -1,7 +1,8 @@
 """Runs convolutions some images of a batch at a time, so that what one call writes is still in a cache for the next.
 
 The images of a batch do not depend on each other: calls that follow each other, each for all images, may as well all
-run for the first images, and then all for the next ones. What they pass on takes the memory of one piece.
+run for the first images, and then all for the next ones. What they pass on takes the memory of one piece. But every
+piece reads the weights again, so a call stays whole whose weights are larger than its images.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def run_in_pieces(plan: ExecutionPlan, threads: int, alignment: int) -> Executio
         return plan
     calls: list[KernelCall] = []
     buffers = dict(plan.buffers)
-    for is_cut, group in groupby(plan.calls, lambda call: _can_be_cut(call, batch, plan)):
+    for is_cut, group in groupby(
+        plan.calls, lambda call: _can_be_cut(call, batch, plan) and _is_mostly_images(call, plan)
+    ):
         stretch = list(group)
         if not is_cut or sum(map(_is_convolution, stretch)) < 2:
             calls += stretch
@@ -72,6 +75,13 @@ def _can_be_cut(call: KernelCall, batch: int, plan: ExecutionPlan) -> bool:
         plan.buffers[view.buffer].is_constant or (is_batch and _is_batch(view, batch, plan))
         for view, is_batch in zip(views, _hold_batches(call), strict=True)
     )
+
+
+def _is_mostly_images(call: KernelCall, plan: ExecutionPlan) -> bool:
+    """Whether a call's constants are no larger than its other operands together."""
+    views = (*call.inputs, *call.outputs)
+    constants = sum(view.numel for view in views if plan.buffers[view.buffer].is_constant)
+    return 2 * constants <= sum(view.numel for view in views)
 
 
 def _hold_batches(call: KernelCall) -> list[bool]:

@@ -56,10 +56,10 @@ def program_of(module: nn.Module, example: Tensor, dtype: str = "float32") -> Co
     return compile(ir, None, CompileOptions(compute_dtype=dtype))
 
 
-def plan_of(batch: int, forms: list[str]) -> ExecutionPlan:
+def plan_of(batch: int, forms: list[str], size: int = 14) -> ExecutionPlan:
     module = Network(Random(0), 16)
     module.layers, module.forms = module.layers[: len(forms)], forms
-    return program_of(module.eval(), torch.empty(batch, 16, 14, 14)).plan
+    return program_of(module.eval(), torch.empty(batch, 16, size, size)).plan
 
 
 def convolved(plan: ExecutionPlan) -> list[tuple[int, str, int]]:
@@ -97,6 +97,13 @@ def test_there_are_at_most_eight_pieces() -> None:
 def test_a_single_convolution_between_calls_for_the_whole_batch_stays_whole() -> None:
     plan = plan_of(4, ["batch", "plain"])
     assert run_in_pieces(plan, 1, ALIGNMENT) is plan
+
+
+# 2,320 weights and 2 · 4 · 16 · 4² or 5² values of images.
+@pytest.mark.parametrize(("size", "pieces"), [(4, 1), (5, 2)])
+def test_convolutions_whose_weights_are_larger_than_their_images_stay_whole(size: int, pieces: int) -> None:
+    cut = run_in_pieces(plan_of(4, ["plain", "plain"], size), 2, ALIGNMENT)
+    assert [images for images, _, _ in convolved(cut)] == [4 // pieces] * 2 * pieces
 
 
 @needs_kernels
