@@ -186,7 +186,7 @@ def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
 
 def _window_shares(call: KernelCall) -> tuple[int, int]:
-    """How output channels are shared out in a convolution by windows; zeros if it cannot be one.
+    """The division of the output channels of a convolution by windows; zeros if it cannot be one.
 
     Returns:
         shares: Number of blocks that share those of a group.
