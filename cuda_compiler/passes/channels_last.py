@@ -226,19 +226,20 @@ class _Relaid:
         # rounded; but not where the result is float32, nor in depthwise convolutions, which use no tensor cores.
         if x.dtype in HALF_DTYPES and out.dtype == x.dtype:
             call, weight = operands.merge_groups(call, weight)
-        rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
+        depthwise = _is_depthwise(call, weight)
+        rounds = out.dtype == x.dtype and not depthwise
         dtype = x.dtype if rounds else weight.dtype
         constant = operands.is_constant(weight)
-        foldable = x.dtype in HALF_DTYPES and not _is_depthwise(call, weight)
-        fold = fold_factor(call, weight, PACK) if foldable else 1
+        on_tensor_cores = x.dtype in HALF_DTYPES and not depthwise
+        fold = fold_factor(call, weight, PACK) if on_tensor_cores else 1
         if fold > 1:
             call, x, weight = operands.fold(call, x, weight, dtype, fold, PACK)
         else:
             channels = weight.shape[1]
-            if call.params["groups"] == 1 and foldable:
+            if call.params["groups"] == 1 and on_tensor_cores:
                 channels += -channels % PACK
             x = operands.input(x, channels if call.params["groups"] == 1 else x.shape[1], call.node)
-            order = DEPTHWISE_WEIGHTS if _is_depthwise(call, weight) else IMAGES
+            order = DEPTHWISE_WEIGHTS if depthwise else IMAGES
             weight = operands.weight(weight, (channels, *weight.shape[2:]), dtype, call.node, order)
         residual = operands.input(residual, residual.shape[1], call.node) if residual is not None else None
         result = out

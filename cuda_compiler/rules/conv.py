@@ -14,7 +14,7 @@ from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelFor
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.epilogues import EPILOGUE, kernel_options
 from cuda_compiler.rules.movement import transposing_copy
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, REGISTERS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -33,13 +33,12 @@ _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS, _SHORT_TAPS = 25, 9
-DEPTHWISE, WINDOW = "conv_depthwise", "conv_window"
+DEPTHWISE = "conv_depthwise"
 # Convolutions by windows: most channels of a group, or output channels of a block; without groups, most input channels,
 # and blocks that share the output channels; input channels and pixels of a block's window, its threads, and their
 # registers.
 _NARROW, _FEW_INPUTS, _MOST_SHARES, _WINDOW_FORMS = 64, 128, 4, ((64, 112), (32, 112), (64, 224), (128, 64))
 _WINDOW_THREADS, _WINDOW_REGISTERS = 128, 128
-_REGISTERS = 65536  # of a multiprocessor
 _CLUSTER = 8  # blocks that share an image
 _EXCITE_BLOCK = 512  # threads of each; two blocks fit on a multiprocessor, so that sixteen images are processed at once
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
@@ -98,9 +97,8 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield from _depthwise_forms(make, call, width)
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
-    by_tensor_cores = [*_by_windows(make, call), *_tiled(make, call, aligned)] if halves else []
-    if in_groups == 1:
-        by_tensor_cores.sort(key=lambda form: form.kernel == WINDOW)
+    windows, tiled = (_by_windows(make, call), _tiled(make, call, aligned)) if halves else ((), ())
+    by_tensor_cores = [*tiled, *windows] if in_groups == 1 else [*windows, *tiled]
     if by_tensor_cores:
         yield from by_tensor_cores
     elif call.params["direct"]:
@@ -155,7 +153,7 @@ def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         threads = _WINDOW_THREADS * (1 if packed * groups(down * across, 32) <= 4 or parts > 1 else 2)
         window = _window_bytes(call, packed, down, across)
         factors = packed * (channels // parts // shares) * _factor_bytes(weight)
-        most = _REGISTERS // (_WINDOW_REGISTERS * threads)
+        most = REGISTERS // (_WINDOW_REGISTERS * threads)
         # Copies go on beside products with a second window, or with a second block.
         resident = {n: min(most, make.gpu.shared_memory // (n * window + factors)) for n in (2, 1)}
         windows = 2 if resident[2] > 1 or resident[1] == resident[2] else 1
@@ -167,7 +165,7 @@ def _by_windows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield make.kernel(
             call,
             "conv/window.cu",
-            function=WINDOW,
+            function="conv_window",
             grid=(groups(count, each), blocks, 1),
             block=(threads, 1, 1),
             shared=windows * window + factors,

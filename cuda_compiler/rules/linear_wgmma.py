@@ -12,7 +12,7 @@ from itertools import product
 
 from cuda_compiler.rules.gates import GATED, template_operands
 from cuda_compiler.rules.streamed import suits_streaming
-from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, REGISTERS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.code_formats import CODE_FORMATS
@@ -34,7 +34,6 @@ _EXCHANGE = 8192  # and while its blocks wait for each other
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 _BARRIER_BYTES = 16  # of a stage
 _OTHER_REGISTERS = 34  # of a thread, beside those of its sums
-_REGISTERS = 1 << 16  # of a multiprocessor
 
 # Of products with codes.
 _FEWEST_CODE_ROWS, _MOST_CODE_ROWS = 2, 128
@@ -227,7 +226,7 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
                 and columns <= _MOST_COLUMNS
                 and stages >= _FEWEST_STAGES
                 and stages * stage >= 4 * m * (columns + 4)  # the ring has room for the sums
-                and (resident == 1 or registers <= _REGISTERS)
+                and (resident == 1 or registers <= REGISTERS)
             ):
                 exchanged = _EXCHANGED * 4 * m * columns + _EXCHANGE if splits > 1 else 0
                 shared = stages * (stage + _BARRIER_BYTES) + rest
@@ -277,7 +276,7 @@ def _code_divisions(
                 n % 4
                 or splits > steps
                 or not _FEWEST_STAGES <= stages <= room
-                or resident * threads * registers > _REGISTERS
+                or resident * threads * registers > REGISTERS
             ):
                 continue
             clusters, own = groups(n, columns // parts), groups(steps, splits)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _TURING, _AMPERE, _ADA, _HOPPER = 75, 80, 89, 90
 WARP = 32
+REGISTERS = 1 << 16  # of a multiprocessor
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MULTIPROCESSORS = 132  # of a large GPU, for which work is divided; smaller ones run the same kernels
 # Blocks of a cluster → clusters that run at a time where a multiprocessor has room for one block: not all parts of the

@@ -236,9 +236,14 @@ def rms_norm_with_one_plus_weight(g: IRBuilder) -> None:
     """,
 )
 def attention(g: IRBuilder) -> None:
+    attention_of(g, lambda scores: g("aten.mul.Tensor", scores, 0.25))
+
+
+def attention_of(g: IRBuilder, scaled: Callable[[Tensor], Tensor]) -> None:
+    """Make masked attention, whose scores are those that `scaled` makes of the products of queries and keys."""
     q, k, v = (g.input(name, 1, 4, 5, 8) for name in "qkv")
-    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
-    masked = g("aten.add.Tensor", g("aten.mul.Tensor", scores, 0.25), g.input("mask", 1, 1, 5, 5))
+    scores = scaled(g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3)))
+    masked = g("aten.add.Tensor", scores, g.input("mask", 1, 1, 5, 5))
     g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
 
 
@@ -268,12 +273,11 @@ def attention_with_a_soft_cap(g: IRBuilder) -> None:
 
 
 def capped_attention(g: IRBuilder, bound: float) -> None:
-    q, k, v = (g.input(name, 1, 4, 5, 8) for name in "qkv")
-    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
-    scores = g("aten.div.Tensor", g("aten.mul.Tensor", scores, 0.25), 30.0)
-    capped = g("aten.mul.Tensor", g("aten.tanh.default", scores), bound)
-    masked = g("aten.add.Tensor", capped, g.input("mask", 1, 1, 5, 5))
-    g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
+    def capped(scores: Tensor) -> Tensor:
+        fraction = g("aten.div.Tensor", g("aten.mul.Tensor", scores, 0.25), 30.0)
+        return g("aten.mul.Tensor", g("aten.tanh.default", fraction), bound)
+
+    attention_of(g, capped)
 
 
 @shows(
@@ -300,11 +304,7 @@ def attention_with_a_gain_for_each_head(g: IRBuilder) -> None:
 
 
 def attention_with_a_gain(g: IRBuilder, *shape: int) -> None:
-    q, k, v = (g.input(name, 1, 4, 5, 8) for name in "qkv")
-    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
-    scaled = g("aten.mul.Tensor", scores, g.input("gain", *shape))
-    masked = g("aten.add.Tensor", scaled, g.input("mask", 1, 1, 5, 5))
-    g.output(g("aten.matmul.default", g("aten.softmax.int", masked, -1), v))
+    attention_of(g, lambda scores: g("aten.mul.Tensor", scores, g.input("gain", *shape)))
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5, 5), (2, 4, 5, 1)])
