@@ -12,6 +12,7 @@ from cuda_compiler.elementwise.prologues import join_prologues
 from cuda_compiler.passes.attention_operands import form_attention
 from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.copied_reads import read_sources
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.expert_products import join_expert_products
@@ -62,6 +63,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("keep_scores_in_planes", keep_scores_in_planes),
         ("lay_channels_last", lay_channels_last),
         ("drop_copies", drop_copies),
+        ("read_sources", read_sources),
         ("absorb_epilogues", absorb_epilogues),
         ("form_plane_products", form_plane_products),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),

@@ -23,6 +23,7 @@ from npu_compiler.program.views import View
 
 _BLOCK = 256
 _ENOUGH_THREADS = MULTIPROCESSORS * 256  # wider vectors do not pay until this many threads have work
+_SMALL = 32  # loads of each element on average
 _MAX_NAME = 60
 
 
@@ -60,11 +61,14 @@ def _function_name(group: Group) -> str:
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
     """Elements per thread: as many as fill a 16-byte access, or fewer to have enough threads to fill the GPU.
 
-    Fewer also if the elements of a stored view are not consecutive.
+    Fewer also if the elements of a stored view are not consecutive, or those of a loaded one, unless it is so small that
+    each of its elements is loaded from a cache most of the time.
     """
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
     outputs = [place_of(view) for view in stored]
-    places = [*(place_of(view) for view in group.reads if view.buffer not in group.inlined), *outputs]
+    loaded = [view for view in group.reads if view.buffer not in group.inlined]
+    small = group.numel // _SMALL
+    places = [*(place_of(view) for view in loaded if distinct_bytes(view) > small * itemsize(view.dtype)), *outputs]
     while width > 1 and (
         group.numel // width < _ENOUGH_THREADS
         or any(_access(place, width) == "gather" for place in outputs)

@@ -41,7 +41,8 @@ _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
 _GROUP_NORM = "groupnorm_kernel"
 _REDUCTION_KERNELS = tuple(f"{name}_kernel" for name in REDUCTIONS)
-_OF_ANY_STRIDES = (*_REDUCTION_KERNELS, "pad_kernel", "flip_kernel", _GROUP_NORM)
+_IN_ONE_ORDER = ("pad_kernel", "flip_kernel", _GROUP_NORM)  # fastest where input and result lie in the same order
+_OF_ANY_STRIDES = (*_REDUCTION_KERNELS, *_IN_ONE_ORDER)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
@@ -81,8 +82,8 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
 def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     """The buffers to store channels-last, by name.
 
-    These are arena buffers that image kernels touch, and buffers that element-wise calls connect with them, if every
-    view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C] that are read as images are
+    These are arena buffers that image kernels touch, and buffers that element-wise calls, padding and group norms connect
+    with them, if every view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C] that are read as images are
     channels-last already.
     """
     candidates = {
@@ -107,8 +108,8 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
         if not _lies_channels_last(view)
     }
     chosen &= candidates.keys()
-    elementwise = [call for call in plan.calls if is_elementwise(call)]
-    while more := {name for call in elementwise for name in _following(call, candidates, chosen)}:
+    walking = [call for call in plan.calls if is_elementwise(call) or call.kernel in _IN_ONE_ORDER]
+    while more := {name for call in walking for name in _following(call, candidates, chosen)}:
         chosen |= more
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
 
@@ -124,7 +125,7 @@ def _is_of_bytes(call: KernelCall) -> bool:
 
 
 def _following(call: KernelCall, candidates: Mapping[str, BufferAllocation], chosen: set[str]) -> Iterator[str]:
-    """The further buffers to convert so that an element-wise call walks all operands in the order of `chosen` ones."""
+    """The further buffers to convert so that a call walks all operands in the order of `chosen` ones."""
     views = (*call.inputs, *call.outputs)
     leading = [
         _order(converted)

@@ -11,6 +11,7 @@ from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View, collapse, numel
 
+_TENSOR_OPS = "movement/tensor_ops.cu"
 _BLOCK = 256
 _EDGE = 64  # of a square that is transposed
 _FEW = 64 * 1024  # elements up to which a copy takes no time to speak of
@@ -22,7 +23,34 @@ def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelC
 
 
 def _tensor_op(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "movement/tensor_ops.cu")
+    return _per_element(make, call, _TENSOR_OPS)
+
+
+def _pad(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """The call of padding, whose threads write in the order of memory, vectors along a dimension without padding."""
+    pads, (out,) = list(call.params["pads"]), call.outputs
+    rank, levels = out.rank, len(pads) // 2
+    order = _order_in_memory(out) if rank <= levels else list(range(rank))
+    around = [pads[2 * (rank - 1 - dim) :][:2] for dim in order] if rank <= levels else []
+    pads = [each for pair in reversed(around) for each in pair] + pads[2 * len(around) :]
+    x, out = (view.permute(order) for view in (*call.inputs, *call.outputs))
+    width = 1 if not rank or any(pads[:2]) else _common_vector(x, out)
+    padded = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "pads": pads})
+    grid = (groups(out.numel // width, _BLOCK), 1, 1)
+    return [make.kernel(padded, _TENSOR_OPS, grid=grid, block=(_BLOCK, 1, 1), constants={"pack": width})]
+
+
+def _flip(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    order = _order_in_memory(call.outputs[0])
+    flags = [call.params["dims"][dim] for dim in order]
+    params = {**call.params, "dims": flags + [0] * (len(call.params["dims"]) - len(flags))}
+    views = (tuple(view.permute(order) for view in side) for side in (call.inputs, call.outputs))
+    return _tensor_op(make, replace(call, inputs=next(views), outputs=next(views), params=params))
+
+
+def _order_in_memory(view: View) -> list[int]:
+    """The dimensions from the largest stride to the smallest."""
+    return sorted(range(view.rank), key=lambda dim: -view.strides[dim])
 
 
 def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -127,9 +155,9 @@ def _common_vector(*views: View) -> int:
 RULES: dict[str, Rule] = {
     "fill_kernel": _tensor_op,
     "arange_kernel": _tensor_op,
-    "pad_kernel": _tensor_op,
+    "pad_kernel": _pad,
     "triangle_kernel": _tensor_op,
-    "flip_kernel": _tensor_op,
+    "flip_kernel": _flip,
     "gather_kernel": _pick,
     "index_select_kernel": _pick,
     "index_kernel": _pick,

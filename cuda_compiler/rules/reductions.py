@@ -36,6 +36,8 @@ class _Walk:
         kept: Number of kept dimensions.
         along: Whether the innermost dimension in memory is a reduced one.
         pack: Elements of an access.
+        beside: Number of threads that should read neighbouring results side by side; 1 where those of one result
+            lie together.
     """
 
     x: View
@@ -43,6 +45,7 @@ class _Walk:
     kept: int
     along: bool
     pack: int
+    beside: int
 
     @property
     def results(self) -> int:
@@ -57,9 +60,9 @@ class _Walk:
 
     @property
     def together(self) -> int:
-        """Number of threads that should read side by side: results beside each other, or elements of one result."""
-        inner = self.items if self.along else (self.x.shape[: self.kept] or (1,))[-1] // self.pack
-        return _power_of_two(max(1, min(inner, _LINE // (self.pack * itemsize(self.x.dtype)))))
+        """Number of threads that should read elements of one result side by side."""
+        by_walkers = self.along and self.beside == 1
+        return _together(self.items, self.pack * itemsize(self.x.dtype)) if by_walkers else 1
 
 
 def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
@@ -86,7 +89,18 @@ def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
     reduced, steps = (reduced, steps) if reduced else ([1], [1])
     x = replace(x, shape=(*sizes, *reduced), strides=(*x_steps, *steps))
     out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
-    return _Walk(x, out, len(sizes), along, pack if sizes or along else 1)
+    pack = pack if sizes or along else 1
+    beside, access = 1, pack * itemsize(x.dtype)
+    if not along:
+        beside = _together((sizes or [1])[-1] // pack, access)
+    elif sizes and len(steps) > 1 and x_steps[-1] < steps[-2] and reduced[-1] * itemsize(x.dtype) < _LINE:
+        beside = _together(sizes[-1], x_steps[-1] * itemsize(x.dtype))  # each has a few elements before the next one's
+    return _Walk(x, out, len(sizes), along, pack, beside)
+
+
+def _together(count: int, size: int) -> int:
+    """Number of threads, a power of two, that read up to `count` neighbours of `size` bytes in one line of memory."""
+    return _power_of_two(max(1, min(count, _LINE // max(size, 1))))
 
 
 def _outermost_first(view: View, dims: Iterable[int]) -> list[int]:
@@ -104,12 +118,11 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
         return []
     walk = _walk(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
     columns_of_all, items = out.numel // walk.results, walk.items
-    beside = 1 if walk.along else walk.together
-    walkers = max(groups(_FILLING, columns_of_all), walk.together if walk.along else 1)
-    walkers = min(_power_of_two(max(1, min(walkers, items))), _THREADS // beside)
+    walkers = max(groups(_FILLING, columns_of_all), walk.together)
+    walkers = min(_power_of_two(max(1, min(walkers, items))), _THREADS // walk.beside)
     columns = _THREADS // walkers
     blocks, chunks = groups(columns_of_all, columns), 1
-    if walkers * beside == _THREADS and blocks < 2 * MULTIPROCESSORS:
+    if walkers * walk.beside == _THREADS and blocks < 2 * MULTIPROCESSORS:
         chunks = min(groups(2 * MULTIPROCESSORS, blocks), groups(items, walkers * _LEAST_ACCESSES))
     share = groups(items, chunks)
     chunks = groups(items, share)
@@ -121,6 +134,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     constants = {
         "kept_dims": walk.kept,
         "along": walk.along,
+        "by_walkers": walk.along and walk.beside == 1,
         "pack": walk.pack,
         "columns": columns,
         "walkers": walkers,

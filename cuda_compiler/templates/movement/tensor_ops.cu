@@ -1,4 +1,5 @@
-// Kernels that make a tensor out of nothing, or out of another's elements in another order; a thread per element.
+// Kernels that make a tensor out of nothing, or out of another's elements in another order; a thread per element, or per
+// `pack` neighbours of the last dimension.
 
 __device__ __forceinline__ index_t thread_number() {
     return blockIdx.x * index_t(THREADS) + threadIdx.x;
@@ -46,7 +47,7 @@ __device__ __forceinline__ int padded_source(int position, int size) {
 
 // pads(0) and pads(1) are what comes before and after the last dimension, pads(2) and pads(3) the one before it, …
 KERNEL(pad_kernel) {
-    const index_t element = thread_number();
+    const index_t element = thread_number() * pack;
     if (element >= Out::numel) {
         return;
     }
@@ -62,8 +63,20 @@ KERNEL(pad_kernel) {
         from_offset += index_t(position) * X::stride(dim);
         rest /= Out::size(dim);
     }
-    out[Out::offset(element)] =
-        inside ? convert<Out::type>(x[from_offset]) : either<Out::type>(param::value, param::int_value);
+    Pack<Out::type, pack> values;
+    if (inside) {
+        const Pack<X::type, pack> shown = load_pack<pack>(x + from_offset);
+#pragma unroll
+        for (int i = 0; i < pack; i++) {
+            values.item[i] = convert<Out::type>(shown.item[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < pack; i++) {
+            values.item[i] = either<Out::type>(param::value, param::int_value);
+        }
+    }
+    store_pack(out + Out::offset(element), values);
 }
 
 #kernel triangle_kernel

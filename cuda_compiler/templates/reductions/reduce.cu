@@ -1,7 +1,8 @@
 // Reductions over a view's last dimensions. The rule has ordered and merged the dimensions, and says how threads walk them:
 // - `along`: the innermost dimension is a reduced one. A thread reads `pack` of its elements at a time, for one result.
 // - else the innermost one is kept. A thread reads `pack` elements of neighbouring results at a time, and makes all of these.
-// A block has `columns` threads side by side, and for each of them `walkers` that share its elements; both are powers of two.
+// A block has `columns` threads for results, and for each of them `walkers` that share its elements; both are powers of two.
+// `by_walkers`: neighbouring threads share a result; else they have neighbouring results.
 // Where results are few, `chunks` blocks take `share` items each; the one of them that is done last combines what they found. Which
 // one that is makes no difference to the result.
 
@@ -88,10 +89,24 @@ struct Variance {
     float mean = 0.0f;
     float squares = 0.0f;
     __device__ __forceinline__ void add(Fetched x, index_t) {
-        number += 1.0f;
-        const float distance = float(x) - mean;
-        mean = fmaf(distance, 1.0f / number, mean);
-        squares = fmaf(distance, float(x) - mean, squares);
+        const Fetched one[] = {x};
+        add_all(one);
+    }
+    // Takes `few` elements with one division.
+    template <int few>
+    __device__ __forceinline__ void add_all(const Fetched (&x)[few]) {
+        Variance of_few;
+#pragma unroll
+        for (int i = 0; i < few; i++) {
+            of_few.mean += float(x[i]) * (1.0f / few);
+        }
+#pragma unroll
+        for (int i = 0; i < few; i++) {
+            const float distance = float(x[i]) - of_few.mean;
+            of_few.squares = fmaf(distance, distance, of_few.squares);
+        }
+        of_few.number = float(few);
+        merge(of_few);
     }
     __device__ __forceinline__ void merge(const Variance &other) {
         if (other.number > 0.0f) {
@@ -103,6 +118,9 @@ struct Variance {
     }
     __device__ __forceinline__ float result() const { return squares / fmaxf(float(count) - param::correction, 0.0f); }
 };
+
+__device__ constexpr bool is_variance(const Variance *) { return true; }
+__device__ constexpr bool is_variance(const void *) { return false; }
 
 struct Deviation : Variance {
     __device__ __forceinline__ void merge(const Deviation &other) { Variance::merge(other); }
@@ -231,9 +249,10 @@ using State = Exponentials;
 
 #kernel sum_kernel prod_kernel mean_kernel var_kernel std_kernel max_kernel min_kernel argmax_kernel argmin_kernel any_kernel all_kernel norm_kernel logsumexp_kernel
 constexpr int words = sizeof(State) / 4;
-constexpr int step = along ? 1 : columns;                      // from a walker's lane to the next one's
+constexpr int step = by_walkers ? 1 : columns;                 // from a walker's lane to the next one's
 constexpr int near = step < WARP ? smaller(walkers, WARP / step) : 1;  // walkers of a result in one warp
 constexpr int slots = columns * results;                       // results of a block
+constexpr bool of_variances = is_variance((const State *)nullptr);
 static_assert(words <= most_words, "");
 
 __device__ __forceinline__ State read(const unsigned *from_place) {
@@ -291,14 +310,48 @@ __device__ __forceinline__ void combine(State (&own)[results], int column, int w
     }
 }
 
-__device__ __forceinline__ void accumulate(State (&own)[results], const X::type *x, index_t first, index_t end, int walker) {
-#pragma unroll 4
-    for (index_t item = first + walker; item < end; item += walkers) {
-        const Pack<X::type, pack> values = load_pack<pack>(x + item_offset(item));
+// Adds what `together` accesses have found of a result to its state, where that needs fewer steps than element by element.
+template <int together>
+__device__ __forceinline__ void add_found(Variance &own, const Pack<X::type, pack> (&values)[together], int j, index_t) {
+    Fetched found[together * run];
 #pragma unroll
-        for (int j = 0; j < pack; j++) {
-            own[along ? 0 : j].add(fetched(values.item[j]), along ? item * run + j : item);
-        }
+    for (int i = 0; i < together * run; i++) {
+        found[i] = fetched(values[i / run].item[along ? i % run : j]);
+    }
+    own.add_all(found);
+}
+
+template <int together, typename S>
+__device__ __forceinline__ void add_found(S &own, const Pack<X::type, pack> (&values)[together], int j, index_t item) {
+#pragma unroll
+    for (int i = 0; i < together * run; i++) {
+        const index_t at = item + i / run * walkers;
+        own.add(fetched(values[i / run].item[along ? i % run : j]), along ? at * run + i % run : at);
+    }
+}
+
+// Adds `together` accesses from `item` on, `walkers` apart, to what a thread knows.
+template <int together>
+__device__ __forceinline__ void accumulate_some(State (&own)[results], const X::type *x, index_t item) {
+    Pack<X::type, pack> values[together];
+#pragma unroll
+    for (int i = 0; i < together; i++) {
+        values[i] = load_pack<pack>(x + item_offset(item + i * walkers));
+    }
+#pragma unroll
+    for (int j = 0; j < results; j++) {
+        Either<of_variances, Variance, State>::type &known = own[j];
+        add_found<together>(known, values, j, item);
+    }
+}
+
+__device__ __forceinline__ void accumulate(State (&own)[results], const X::type *x, index_t first, index_t end, int walker) {
+    index_t item = first + walker;
+    for (; item + 3 * walkers < end; item += 4 * walkers) {
+        accumulate_some<4>(own, x, item);
+    }
+    for (; item < end; item += walkers) {
+        accumulate_some<1>(own, x, item);
     }
     if constexpr (count % run != 0) {
         if (end == items) {
@@ -310,8 +363,8 @@ __device__ __forceinline__ void accumulate(State (&own)[results], const X::type 
 }
 
 KERNEL(REDUCTION) {
-    const int column = int(threadIdx.x) / (along ? walkers : 1) % columns;
-    const int walker = int(threadIdx.x) / (along ? 1 : columns) % walkers;
+    const int column = int(threadIdx.x) / (by_walkers ? walkers : 1) % columns;
+    const int walker = int(threadIdx.x) / (by_walkers ? 1 : columns) % walkers;
     const index_t block = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
     const index_t number = block * columns + column;
     State own[results];

@@ -1,0 +1,148 @@
+"""Copies that readers do without: each reads the copy's source, by views that hold the same elements in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from cuda_reference import LaidOut, ReferenceBackend
+from drawn import drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+from torch import nn
+
+import npu_compiler
+from cuda_compiler.passes.copied_reads import read_sources
+from cuda_compiler.passes.packed_operands import copy
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View, contiguous_strides
+from npu_runtime import DAGExecutor
+from npu_sim.extract import extract_ir
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6])
+
+
+def elements(view: View, memory: np.ndarray) -> np.ndarray:
+    """A view's elements, as an array over `memory` that may be written."""
+    steps = [stride * memory.itemsize for stride in view.strides]
+    return as_strided(memory[view.offset :], view.shape, steps)
+
+
+def plan_of(views: list[View], kinds: list[str]) -> ExecutionPlan:
+    """The plan of copies from each view's buffer to the next, given as source and target in turns."""
+    names = {view.buffer: kind for view, kind in zip(views, kinds, strict=True)}
+    ends = {
+        name: max(1 + view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) for view in views if view.buffer == name)
+        for name in names
+    }
+    buffers = {name: BufferAllocation(name, kind, (ends[name],), "float32") for name, kind in names.items()}  # type: ignore[arg-type]
+    calls = [copy(source, target, target.buffer) for source, target in zip(views[::2], views[1::2], strict=True)]
+    return ExecutionPlan([], calls, buffers, [], [], {"y": views[-1]}, {}, {}, {})
+
+
+def in_order(name: str, shape: tuple[int, ...], order: list[int], widened: list[bool]) -> View:
+    """A view whose dimensions lie in memory in an order, with gaps or with repeated elements along some of them."""
+    steps = contiguous_strides(tuple(shape[dim] * (1 + widened[dim]) for dim in order))
+    return View(name, shape, tuple(steps[order.index(dim)] for dim in range(len(shape))), 0, "float32")
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[View]:
+    """A copy's source and target, and a view of the target with its own target."""
+    shape = tuple(draw(st.lists(SIZES, min_size=1, max_size=4)))
+    rank = len(shape)
+    flags = st.lists(st.booleans(), min_size=rank, max_size=rank)
+    source = in_order("s", shape, draw(st.permutations(range(rank))), draw(flags))
+    repeated = draw(flags)
+    source = replace(source, strides=tuple(0 if no else step for no, step in zip(repeated, source.strides, strict=True)))
+    order = draw(st.permutations(range(rank)))
+    target = in_order("t", shape, order, [False] * rank)
+    read = target.permute(order)
+    for _ in range(draw(st.integers(0, 3))):
+        read = draw(st.sampled_from([joined, divided, turned, sliced]))(read, draw)
+    order = draw(st.permutations(range(read.rank)))
+    return [source, target, read, in_order("y", read.shape, order, [False] * read.rank)]
+
+
+def joined(view: View, draw: st.DrawFn) -> View:
+    at = draw(st.integers(0, max(view.rank - 2, 0)))
+    return view.reshape((*view.shape[:at], prod(view.shape[at : at + 2]), *view.shape[at + 2 :])) or view
+
+
+def divided(view: View, draw: st.DrawFn) -> View:
+    at = draw(st.integers(0, view.rank - 1))
+    inner = draw(st.sampled_from([each for each in (1, 2, 3, 4, 6) if view.shape[at] % each == 0]))
+    return view.reshape((*view.shape[:at], view.shape[at] // inner, inner, *view.shape[at + 1 :])) or view
+
+
+def turned(view: View, draw: st.DrawFn) -> View:
+    return view.permute(draw(st.permutations(range(view.rank))))
+
+
+def sliced(view: View, draw: st.DrawFn) -> View:
+    dim = draw(st.integers(0, view.rank - 1))
+    start = draw(st.integers(0, view.shape[dim] - 1))
+    return view.slice(dim, start, draw(st.integers(start + 1, view.shape[dim])), draw(st.integers(1, 2)))
+
+
+@given(copies())
+def test_readers_find_the_same_elements_in_the_source(views: list[View]) -> None:
+    plan = read_sources(plan_of(views, ["input", "arena", "arena", "output"]))
+    memory = {name: np.full(buffer.alloc_shape, -1) for name, buffer in plan.buffers.items()}
+    memory["s"][:] = np.arange(len(memory["s"]))
+    for call in plan.calls:
+        elements(call.outputs[0], memory[call.outputs[0].buffer])[...] = elements(call.inputs[0], memory[call.inputs[0].buffer])
+    source, target, read, out = views
+    whole = np.zeros(plan.buffers["t"].alloc_shape, int)
+    elements(target, whole)[...] = elements(source, np.arange(len(memory["s"])))
+    np.testing.assert_array_equal(elements(out, memory["y"]), elements(read, whole))
+
+
+def test_a_repeated_dimension_is_divided() -> None:
+    source = View("s", (2, 4, 3, 5), (4, 1, 0, 0), 0, "float32")
+    target = View("t", (2, 4, 3, 5), (60, 15, 5, 1), 0, "float32")
+    read = View("t", (2, 5, 12), (60, 1, 5), 0, "float32")  # [N, C, W] as [N, W, C]
+    out = View("y", (2, 5, 12), (60, 12, 1), 0, "float32")
+    (call,) = read_sources(plan_of([source, target, read, out], ["input", "arena", "arena", "output"])).calls
+    assert call.inputs[0].buffer == "s"
+    assert (call.inputs[0].shape, call.inputs[0].strides) == ((2, 5, 4, 3), (4, 0, 1, 0))
+
+
+class GroupedStatistics(nn.Module):
+    """Images divided by statistics of groups of channels, as EvoNorm does, and convolved."""
+
+    def __init__(self, draw: np.random.Generator) -> None:
+        super().__init__()
+        self.groups, within = (int(draw.choice(each)) for each in ((1, 2, 4), (2, 3, 8)))
+        channels = self.groups * within
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.statistic = draw.choice(["var", "mean", "amax", "std"])
+        self.dims = [(2, 3, 4), (3, 4), (2,), (2, 4)][draw.integers(4)]
+        self.cut, self.middle = bool(draw.integers(2)), bool(draw.integers(2))
+        self.example = torch.from_numpy(draw.standard_normal((2, 1 + 6 * 5, 3 * channels), np.float32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        channels = self.conv.in_channels
+        part = tokens[:, 1:] if self.cut else tokens[:, :-1]
+        part = part[..., channels : 2 * channels] if self.middle else part[..., :channels]
+        x = part.transpose(1, 2).reshape(2, channels, 6, 5)
+        x = self.conv(x)
+        grouped = x.reshape(2, self.groups, channels // self.groups, 6, 5)
+        found = getattr(grouped, self.statistic)(dim=self.dims, keepdim=True)
+        return self.conv(torch.sigmoid(x) / (1.0 + found.expand(grouped.shape).reshape(x.shape).abs()))
+
+
+@pytest.mark.parametrize("number", drawn(range(100), 0.1, str))
+def test_statistics_of_groups_have_pytorchs_results(number: int) -> None:
+    module = GroupedStatistics(np.random.default_rng(number)).eval()
+    with torch.no_grad():
+        ir, expected = extract_ir(module, (module.example,)), module(module.example)
+    plan = npu_compiler.partition(ir, target=LaidOut(), compute_dtype="float32")
+    dag = DAGExecutor(plan, ReferenceBackend())
+    dag.load_weights(module.state_dict())
+    (result,) = dag.execute({ir["graph_inputs"][0]["name"]: module.example.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(result), expected, atol=2e-3, rtol=2e-3)
