@@ -15,7 +15,6 @@ from dataclasses import replace
 from math import prod
 
 from cuda_compiler.op_classify import classify, is_elementwise
-from cuda_compiler.passes.packed_operands import is_channels_last
 from cuda_compiler.rules.channel_packs import is_packed
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops.reductions import REDUCTIONS
@@ -212,7 +211,7 @@ def _reduction_reading(call: KernelCall, found: Found) -> KernelCall | None:
 
 
 def _image_reading(call: KernelCall, found: Found) -> KernelCall | None:
-    """A call over images that reads what is `found`, if that is channels-last and vectors of it are aligned."""
+    """A call over images that reads what is `found`, if its channels can be read as aligned vectors."""
     inputs = []
     for view in call.inputs:
         if view in found:
@@ -221,7 +220,7 @@ def _image_reading(call: KernelCall, found: Found) -> KernelCall | None:
                 return None
             shape: Shape = tuple(each[0][0] for each in steps)
             view = replace(source, shape=shape, strides=tuple(each[0][1] for each in steps), offset=offset)
-            if not (is_channels_last(view) and is_packed(view)):
+            if not is_packed(view):
                 return None
         inputs.append(view)
     return replace(call, inputs=tuple(inputs))

@@ -51,7 +51,7 @@ def _attention_patterns() -> tuple[P, ...]:
         for bounded in (scores, _capped(scores)):
             result += (add(bounded, mask), bounded)
     prescaled = P(_PRODUCTS, (mul(q, Num("scale")), k))
-    weights = [Maybe(_softmax(Maybe(logits))) for logits in (*result, add(prescaled, mask), prescaled)]
+    weights = [Maybe(_softmax(Maybe(logits))) for logits in (add(prescaled, mask), prescaled, *result)]
     turned = (P("aten.transpose aten.permute", (each,), where=_swaps_last_dims) for each in weights)
     return (*(P(_PRODUCTS, (each, v)) for each in weights), *(P(_PRODUCTS, (v, each)) for each in turned))
 
