@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import prod
 
 from cuda_compiler.op_classify import classify, is_elementwise
+from cuda_compiler.passes.packed_operands import copy
 from cuda_compiler.rules.channel_packs import is_packed
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops.reductions import REDUCTIONS
@@ -41,10 +42,10 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
         for views, touching in ((call.inputs, readers), (call.outputs, writers)):
             for name in {view.buffer for view in views}:
                 touching.setdefault(name, []).append(index)
-    for index, copy in enumerate(calls):
-        if copy is None or not is_copy(copy) or not _may_go(copy, plan, movable):
+    for index, copying in enumerate(calls):
+        if copying is None or not is_copy(copying) or not _may_go(copying, plan, movable):
             continue
-        source, target = copy.inputs[0], copy.outputs[0]
+        source, target = copying.inputs[0], copying.outputs[0]
         reading = readers.get(target.buffer, [])
         if not reading or writers[target.buffer] != [index] or reading[0] < index:
             continue
@@ -53,16 +54,18 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
         moved = {at: _reading(call, target, source) for at in reading if (call := calls[at]) is not None}
         if all(moved.values()):
             calls[index] = None
-            for at, call in moved.items():
-                calls[at] = call
-            readers.setdefault(source.buffer, []).extend(reading)
-            readers[source.buffer].sort()
+        else:  # copies of the copy need not wait for it
+            moved = {at: call for at, call in moved.items() if call is not None and is_copy(call)}
+        for at, call in moved.items():
+            calls[at] = call
+            readers[target.buffer].remove(at)
+        readers[source.buffer] = sorted({*readers.get(source.buffer, ()), *moved})
     return replace(plan, calls=[call for call in calls if call is not None])
 
 
-def _may_go(copy: KernelCall, plan: ExecutionPlan, movable: set[str]) -> bool:
+def _may_go(copying: KernelCall, plan: ExecutionPlan, movable: set[str]) -> bool:
     """Whether a copy fills a whole buffer of the arena, with values as exact as its source's."""
-    source, target = copy.inputs[0], copy.outputs[0]
+    source, target = copying.inputs[0], copying.outputs[0]
     exact = source.dtype == target.dtype or (source.dtype in HALF_DTYPES and target.dtype == "float32")
     whole = prod(plan.buffers[target.buffer].alloc_shape) == target.numel
     return exact and whole and target.buffer in movable and target.buffer != source.buffer and _is_dense(target)
@@ -81,6 +84,8 @@ def _is_dense(view: View) -> bool:
 
 def _reading(call: KernelCall, target: View, source: View) -> KernelCall | None:
     """A call that reads a copy's source where the given one reads its target; None if it cannot, or is slower so."""
+    if call.kernel == "to_channels_last" and call.inputs[0].shape == call.outputs[0].shape:
+        call = copy(call.inputs[0], call.outputs[0], call.node)
     through = {view: _through(view, target, source) for view in call.inputs if view.buffer == target.buffer}
     found = {view: steps for view, steps in through.items() if steps is not None}
     if len(found) < len(through):
