@@ -12,12 +12,18 @@ Given:   x = matmul(a, b);  s = copy(x[1:]);  s[:, 1:] = s[:, 1:] + c;  y = copy
 Result:  y = matmul(a, b);  y[1:, 1:] = y[1:, 1:] + c
 
 That is what remains of an update of a slice in place, whose old values nobody reads later.
+
+Given:   y = conv2d(x);  z = conv2d(y[:, 16:]);  t[:, :16] = copy(y[:, :16]);  t[:, 16:] = copy(z)
+Result:  y = conv2d(x);  z = conv2d(y[:, 16:]);  y[:, 16:] = copy(z)
+
+Here t is y, as in blocks that keep a half of their input and replace the other, if nothing reads that half later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from math import prod
 
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -50,6 +56,10 @@ def place_in_targets(
             placing.join_neighbours(index)
             if call.outputs[0].buffer not in apart:
                 placing.place(index)
+    for index in range(len(placing.calls)):
+        call = placing.calls[index]
+        if call is not None and is_copy(call) and call.outputs[0].buffer not in apart:
+            placing.unite(index)
     calls = [call for call in placing.calls if call is not None]
     left = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     moved = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)} - left
@@ -143,6 +153,38 @@ class _Placing:
             if dropped is not None:
                 self._replace(dropped, None)
 
+    def unite(self, index: int) -> None:
+        """Make one buffer of the source and the target of the copy at `index`, and drop the copy, if that is possible.
+
+        The copied elements must have the same place in both, and nothing else may be written there. All of the source
+        is written before anything else of the target, and what of it that overwrites is not read any more.
+        """
+        copy = self._at(index)
+        source, target = copy.inputs[0], copy.outputs[0]
+        owners = [self._plan.buffers[view.buffer] for view in (source, target)]
+        movable = source.buffer not in self._kept and source.buffer != target.buffer
+        alike = prod(owners[0].alloc_shape) == prod(owners[1].alloc_shape)
+        if not (movable and alike and all(owner.kind == "arena" for owner in owners)):
+            return
+        if not _are_same(replace(source, buffer=target.buffer), target):
+            return
+        others = sorted(self._touching[source.buffer] - {index})
+        moved = {at: _renamed(self._at(at), source.buffer, target.buffer) for at in others}
+        written = [at for at in others if any(view.buffer == source.buffer for view in self._at(at).outputs)]
+        if not written or written[-1] > index:
+            return
+        for at in self._touching[target.buffer] - {index}:
+            for view in self._at(at).outputs:
+                if view.buffer != target.buffer:
+                    continue
+                read = (each for later in others if later >= at for each in moved[later].inputs)
+                lost = any(each.buffer == target.buffer and not are_apart(each, view) for each in read)
+                if at <= written[-1] or lost or not are_apart(view, target):
+                    return
+        for at, call in moved.items():
+            self._replace(at, call)
+        self._replace(index, None)
+
     def _moved(self, others: Sequence[int], index: int) -> dict[int, KernelCall] | None:
         """The calls that touch the source of the copy at `index`, touching its target instead; None if some cannot."""
         copy = self._at(index)
@@ -214,6 +256,15 @@ def _placed(call: KernelCall, source: View, target: View, widest: int) -> Kernel
             side.append(moved)
         sides.append(tuple(side))
     return replace(call, inputs=sides[0], outputs=sides[1])
+
+
+def _renamed(call: KernelCall, old: str, new: str) -> KernelCall:
+    """The call with the buffer `new` in place of `old`."""
+    sides = (
+        tuple(replace(view, buffer=new) if view.buffer == old else view for view in views)
+        for views in (call.inputs, call.outputs)
+    )
+    return replace(call, inputs=next(sides), outputs=next(sides))
 
 
 def is_as_wide(moved: View, view: View, widest: int = WIDEST_ACCESS) -> bool:

@@ -53,6 +53,7 @@ class RandomConcatenations(nn.Module):
 
     def _add_step(self, values: list[Tensor]) -> None:
         steps = [self._concatenate, self._apply if self._moves else self._layer]
+        steps += [] if self._moves else [self._exchange]
         kind = self._draw.choice([*steps, *steps, self._apply, self._split, self._update])
         name, step, given = kind(values)
         with torch.no_grad():
@@ -128,6 +129,30 @@ class RandomConcatenations(nn.Module):
             return "relu", lambda x: [F.relu(x)], (index,)
         at = self._draw.choice([1, size // 2, -(-size // 2)])
         return f"split_{dim}_{at}", lambda x: list(x.split([at, size - at], dim)), (index,)
+
+    def _exchange(self, values: list[Tensor]) -> tuple[str, Callable[..., list[Tensor]], tuple[int, ...]]:
+        """A layer over a part of the channels, in its place, with the other part as it was, as CSPNet's blocks have.
+
+        The old part may be among the values that later steps read.
+        """
+        index = self._recent(values)
+        dim = 1 if values[index].dim() == 4 else 2
+        channels = values[index].shape[dim]
+        if channels == 1:
+            return "relu", lambda x: [F.relu(x)], (index,)
+        at = self._draw.choice([1, channels // 2, channels // 2])
+        first, adds, kept = (self._draw.random() < share for share in (0.5, 0.5, 0.3))
+        width = at if first else channels - at
+        layer = nn.Conv2d(width, width, 3, padding=1) if dim == 1 else nn.Linear(width, width)
+        self.layers.append(layer)
+
+        def exchange(x: Tensor) -> list[Tensor]:
+            parts = list(F.relu(x).split([at, channels - at], dim))
+            old = parts[1 - first]
+            parts[1 - first] = layer(old) + old if adds else layer(old)
+            return [*([old] if kept else []), torch.cat(parts, dim)]
+
+        return f"exchange_{at}_{first}_{adds}_{kept}", exchange, (index,)
 
     def _update(self, values: list[Tensor]) -> tuple[str, Callable[..., list[Tensor]], tuple[int, ...]]:
         """An update of a slice in place, of a new tensor, perhaps from values of that tensor itself."""
