@@ -227,11 +227,13 @@ class ConvolutionLaunch:
         first: The launch of the call's own kernel, the one expected to be the fastest.
         computes: The convolution to ask cuDNN for.
         alternatives: Further kernels that compute the same.
+        product: The same as a product of cuBLASLt, over the same operands; None if it is none.
     """
 
     first: KernelLaunch
     computes: Convolution
     alternatives: tuple[KernelForm, ...]
+    product: GemmLaunch | None = None
 
     def params(self) -> dict[str, Any]:
         others = [
@@ -246,6 +248,7 @@ class ConvolutionLaunch:
             _KIND: LaunchKind.CONVOLUTION.value,
             "convolution": computes,
             "alternatives": others,
+            "product": None if self.product is None else asdict(self.product),
         }
 
 
@@ -282,6 +285,7 @@ def launch_of(call: KernelCall) -> Launch:
                 KernelForm(kernel, source, _kernel_launch(grid, block, shared))
                 for kernel, source, grid, block, shared in params["alternatives"]
             ),
+            GemmLaunch(**product) if (product := params.get("product")) else None,
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ProgramFormatError(

@@ -169,7 +169,7 @@ class CUDABackend(Backend):
 
     @cached_property
     def _convolutions(self) -> TunedConvolutions:
-        return TunedConvolutions(self._device, cache_folder() / "cuda", self._start, open_cudnn(self._device))
+        return TunedConvolutions(self._device, cache_folder() / "cuda", self._start_form, open_cudnn(self._device))
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
         return CUDABuffer(self._device, shape, alloc_shape, dtype)
@@ -236,6 +236,7 @@ class CUDABackend(Backend):
                 case ConvolutionLaunch():
                     convolutions.append(call)
                     kernels += self._convolutions.kernels(call)
+                    products += self._convolutions.products(call)
                 case KernelLaunch():
                     kernels.append(call)
         for call in kernels:
@@ -266,8 +267,6 @@ class CUDABackend(Backend):
         memory = [operand.memory.native_handle for operand in operands]
         others = self._connect(call, exchange, addresses, memory) if (exchange := peer_exchange_of(call)) else []
         match launch_of(call):
-            case GemmLaunch():
-                return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
                 return self._prepare_resident(call, launch, addresses, memory)
             case KernelLaunch(kind=LaunchKind.PEER_COPY):
@@ -282,7 +281,13 @@ class CUDABackend(Backend):
                 if not isinstance(form, KernelCall):
                     return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
                 call = form
-        return CUDALaunch(self._device, call, self._start(call, addresses), memory)
+        return CUDALaunch(self._device, call, self._start_form(call, addresses), memory)
+
+    def _start_form(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
+        """A function that enqueues the call's kernel, or its product of cuBLASLt, on operands at addresses."""
+        if isinstance(launch_of(call), GemmLaunch):
+            return self._products.launch(call, addresses)
+        return self._start(call, addresses)
 
     def _connect(
         self, call: KernelCall, exchange: PeerExchange, addresses: Sequence[int], memory: Sequence[Any]

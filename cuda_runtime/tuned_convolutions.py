@@ -1,4 +1,4 @@
-"""Auto-tuning of convolutions: the fastest of our kernels and cuDNN's plans, by trials on this GPU."""
+"""Auto-tuning of convolutions: the fastest of our kernels, plans of cuDNN and products of cuBLASLt, by trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cuda_compiler.cuda_program import convolution_of, kernel_launch_of
+from cuda_compiler.cuda_program import LaunchKind, convolution_of, kernel_launch_of
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
 from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice, kept_choice
@@ -28,6 +28,7 @@ _MOST_SECONDS = 60.0  # time limit for trying cuDNN's plans at a start; the rest
 # In convolutions this short, launch latency dominates. Our kernels hide it by overlapping the kernel before, which
 # trials do not show, and building cuDNN's plans takes much of the time of a first start.
 _SHORT = 8e-6
+_HIDDEN = 1e-6  # seconds of that latency, which a product of cuBLASLt has to gain
 _PLANS = 6
 _LAUNCHES = 12
 # A run reads each weight once, from memory; trials rotate through more bytes of copies than the L2 cache holds.
@@ -42,8 +43,9 @@ class TunedConvolutions:
 
     Args:
         folder: Folder of the kept choices, a file each, named by a hash of all that determines the choice.
-        start: Returns a function that enqueues a kernel of ours on operands at addresses, inputs first.
-        cudnn: The handle of cuDNN; None if it is missing, so that only our kernels are used.
+        start: Returns a function that enqueues a kernel of ours, or a product of cuBLASLt, on operands at addresses,
+            inputs first.
+        cudnn: The handle of cuDNN; None if it is missing, so that it is not tried.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, start: Start, cudnn: Cudnn | None) -> None:
@@ -58,7 +60,12 @@ class TunedConvolutions:
         chosen = self._choice(call)
         if chosen is None:
             return kernels_of(call)
-        return [chosen] if isinstance(chosen, KernelCall) else []
+        return [chosen] if isinstance(chosen, KernelCall) and not _is_product(chosen) else []
+
+    def products(self, call: KernelCall) -> list[KernelCall]:
+        """The product of cuBLASLt that may be launched for a convolution, in a list; `kernels` says how long."""
+        chosen, product = self._choice(call), product_of(call)
+        return [product] if product is not None and (chosen is None or _is_product(chosen)) else []
 
     def tune(self, calls: Iterable[KernelCall]) -> None:
         """Choose an implementation for each new convolution by trials."""
@@ -96,9 +103,13 @@ class TunedConvolutions:
         return self._chosen.get(key)
 
     def _fastest_kernel(self, call: KernelCall, memory: Any) -> tuple[Form, float]:
-        """The fastest of our kernels for a convolution, and its seconds."""
-        kernels = kernels_of(call)
-        return self._faster(kernels, call, memory, kernels[0], math.inf)
+        """The fastest of our kernels for a convolution, or the product of cuBLASLt, and its seconds."""
+        kernels, product = kernels_of(call), product_of(call)
+        best, least = self._faster(kernels, call, memory, kernels[0], math.inf)
+        if product is None:
+            return best, least
+        form, seconds = self._faster([product], call, memory, best, least - _HIDDEN)
+        return (best, least) if form is best else (form, seconds)
 
     def _faster_plan(self, call: KernelCall, memory: Any, best: Form, least: float) -> tuple[Form, float]:
         """The fastest of cuDNN's plans and its seconds, or `best` and `least` if none is faster."""
@@ -151,6 +162,8 @@ class TunedConvolutions:
         """The implementation kept on disk for a convolution; None if there is none, or it is not available here."""
         try:
             kept = kept_choice(self._path(key))
+            if kept.get("product"):
+                return product_of(call)
             if kept["source"] is not None:
                 return next(form for form in kernels_of(call) if form.source == kept["source"])
             choice = PlanChoice(int(kept["engine"]), {str(name): int(value) for name, value in kept["knobs"].items()})
@@ -161,7 +174,9 @@ class TunedConvolutions:
     def _keep(self, key: str, call: KernelCall, seconds: float) -> None:
         form = self._chosen[key]
         content: dict[str, Any] = {"convolution": json.loads(key), "source": None, "node": call.node}
-        if isinstance(form, KernelCall):
+        if _is_product(form):
+            content |= {"product": True}
+        elif isinstance(form, KernelCall):
             content |= {"source": form.source, "grid": kernel_launch_of(form).grid}
         else:
             content |= {"engine": form.choice.engine, "knobs": dict(form.choice.knobs)}
@@ -180,6 +195,18 @@ def kernels_of(call: KernelCall) -> list[KernelCall]:
     return [replace(call, params=launch.first.params()), *others]
 
 
+def product_of(call: KernelCall) -> KernelCall | None:
+    """A convolution as the call of a product of cuBLASLt; None if it is none."""
+    product = convolution_of(call).product
+    if product is None:
+        return None
+    return replace(call, kernel=LaunchKind.CUBLAS_GEMM.value, source="", params=product.params())
+
+
+def _is_product(form: Form) -> bool:
+    return isinstance(form, KernelCall) and form.kernel == LaunchKind.CUBLAS_GEMM.value
+
+
 def over(form: Form, call: KernelCall) -> Form:
     """The implementation `form`, chosen for an equal convolution, for the operands of `call`."""
     if isinstance(form, ConvolutionPlan):
@@ -190,8 +217,10 @@ def over(form: Form, call: KernelCall) -> Form:
 def _key(call: KernelCall) -> str:
     """A key of everything that determines which implementation of a convolution is the fastest."""
     operands = [[list(view.shape), list(view.strides), view.dtype] for view in (*call.inputs, *call.outputs)]
-    described = dict(sorted(asdict(convolution_of(call).computes).items()))
-    return json.dumps([operands, described, [form.source for form in kernels_of(call)]])
+    launch = convolution_of(call)
+    described = dict(sorted(asdict(launch.computes).items()))
+    forms = [*(form.source for form in kernels_of(call)), *([asdict(launch.product)] if launch.product else [])]
+    return json.dumps([operands, described, forms])
 
 
 class _Scratch:

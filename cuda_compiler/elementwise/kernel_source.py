@@ -61,8 +61,8 @@ def _function_name(group: Group) -> str:
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
     """Elements per thread: as many as fill a 16-byte access, or fewer to have enough threads to fill the GPU.
 
-    Fewer also if the elements of a stored view are not consecutive, or those of a loaded one, unless it is so small that
-    each of its elements is loaded from a cache most of the time.
+    Fewer also if the elements of a stored view are not consecutive, or those of a loaded one, unless it is so small
+    that each of its elements is loaded from a cache most of the time.
     """
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
     outputs = [place_of(view) for view in stored]

@@ -82,9 +82,9 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
 def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     """The buffers to store channels-last, by name.
 
-    These are arena buffers that image kernels touch, and buffers that element-wise calls, padding and group norms connect
-    with them, if every view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C] that are read as images are
-    channels-last already.
+    These are arena buffers that image kernels touch, and buffers that element-wise calls, padding and group norms
+    connect with them, if every view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C]
+    that are read as images are channels-last already.
     """
     candidates = {
         name: buffer

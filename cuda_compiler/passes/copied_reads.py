@@ -1,6 +1,6 @@
 """Lets calls read what copies copy from, so that the copies disappear.
 
-Given:   v = var(x as [2, 4, 8, 9]);  t = copy(v[:, :, None, None], repeated to [2, 4, 8, 9]);  y = x / t as [2, 32, 3, 3]
+Given:   v = var(x as [2, 4, 8, 9]);  t = copy(v[:, :, None, None], repeated to [2, 4, 8, 9]);  y = x / t as [2, 32, 9]
 Result:  v = var(x as [2, 4, 8, 9]);  y as [2, 4, 8, 9] = x as [2, 4, 8, 9] / v[:, :, None, None]
 
 Such a copy is what remains of a reshape that no strides express: here of [2, 4, 8, …], whose elements repeat along one
@@ -51,13 +51,15 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
             continue
         if any(index < at <= reading[-1] for at in writers.get(source.buffer, ())):
             continue
-        moved = {at: _reading(call, target, source) for at in reading if (call := calls[at]) is not None}
-        if all(moved.values()):
+        there = {at: reader for at in reading if (reader := calls[at]) is not None}
+        found = {at: _reading(call, target, source) for at, call in there.items()}
+        moved = {at: call for at, call in found.items() if call is not None}
+        if len(moved) == len(there):
             calls[index] = None
         else:  # copies of the copy need not wait for it
-            moved = {at: call for at, call in moved.items() if call is not None and is_copy(call)}
-        for at, call in moved.items():
-            calls[at] = call
+            moved = {at: call for at, call in moved.items() if is_copy(call)}
+        for at, reader in moved.items():
+            calls[at] = reader
             readers[target.buffer].remove(at)
         readers[source.buffer] = sorted({*readers.get(source.buffer, ()), *moved})
     return replace(plan, calls=[call for call in calls if call is not None])
@@ -153,7 +155,11 @@ def _divided(views: Sequence[View], found: Found) -> list[View] | None:
                 cuts[dim].add(inner)
     result = []
     for view in views:
-        steps, offset, source = found.get(view) or ([[each] for each in zip(view.shape, view.strides)], view.offset, view)
+        steps, offset, source = found.get(view) or (
+            [[each] for each in zip(view.shape, view.strides, strict=True)],
+            view.offset,
+            view,
+        )
         shape: list[int] = []
         strides: list[int] = []
         for dim in range(rank):

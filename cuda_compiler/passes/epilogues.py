@@ -291,7 +291,8 @@ def products_as_convolutions(plan: ExecutionPlan) -> ExecutionPlan:
     Result:  y = gelu(conv2d(x: [1, 320, 4096, 1], w: [1280, 320, 1, 1]) + b)
 
     A separate kernel for the activation would write and read the product once more. Only large products stay with
-    cuBLASLt and such a kernel, since cuBLASLt multiplies so much faster that this pays.
+    cuBLASLt and such a kernel, since cuBLASLt multiplies so much faster that this pays. Short products become
+    convolutions too, for which the runtime tries both.
     """
     return replace(plan, calls=[_as_convolution(call, plan.buffers) for call in plan.calls])
 
@@ -300,7 +301,7 @@ _BY_CUBLAS = ("none", "relu", "gelu_tanh")
 # Of a large GPU: FLOP/s of cuBLASLt and of our kernels, bytes/s of memory and of the cache, and bytes that stay there.
 _CUBLAS_RATE, _OWN_RATE = 720e12, 400e12
 _MEMORY_RATE, _CACHE_RATE, _CACHED = 4.0e12, 8.0e12, 30e6
-_LAUNCH = 2e-6  # seconds
+_LAUNCH, _SHORT = 2e-6, 5e-6  # seconds
 
 
 def _pays_apart(m: int, n: int, k: int) -> bool:
@@ -317,11 +318,25 @@ def _multiplies_faster_apart(call: KernelCall) -> bool:
     return out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], x.shape[1])
 
 
+def _is_short(call: KernelCall) -> bool:
+    """Whether a product is so short that launching it apart from the kernel before it costs as much as it gains.
+
+    The runtime tries our kernels, which begin while the kernel before ends, beside cuBLASLt.
+    """
+    x, out = call.inputs[0], call.outputs[0]
+    rows, terms, columns = *x.shape, out.shape[1]
+    moved = rows * (terms + columns) + terms * columns
+    alike = 2 * rows * terms * columns / _OWN_RATE < _SHORT and 2 * moved / _CACHE_RATE < _SHORT
+    return bool(
+        alike and rows > MOST_ROWS and not (call.params["activation"] != "none" and call.params["has_residual"])
+    )
+
+
 def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -> KernelCall:
     if call.kernel not in _PRODUCTS:
         return call
     activation = call.params["activation"]
-    if activation in _BY_CUBLAS and call.outputs[0].shape[1] % 8 == 0:
+    if activation in _BY_CUBLAS and call.outputs[0].shape[1] % 8 == 0 and not _is_short(call):
         return call
     if activation != "none" and call.params["has_residual"]:
         return call

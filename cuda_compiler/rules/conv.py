@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
+from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, GemmLaunch, KernelForm, gemm_of, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.epilogues import EPILOGUE, kernel_options
+from cuda_compiler.rules.matmul import cublas_activates, gemm
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, REGISTERS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
@@ -25,6 +26,7 @@ from npu_compiler.program.views import View
 CONSTANT_WEIGHT = "constant_weight"
 # A parameter that `absorb_epilogues` adds: the residual is added behind the activation.
 RESIDUAL_LAST = "residual_last"
+_ONLY_OURS = ("spread", RESIDUAL_LAST, EPILOGUE)  # parameters of what libraries do not compute
 
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
@@ -54,14 +56,17 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     is_known = x.dtype == weight.dtype and packed and is_packed(x, 1) and is_packed(out, 1)
     if not is_known and (forms[0].kernel != DEPTHWISE or len(forms) == 1):
         return forms[:1]
-    return [tuned(forms, call, is_known)]
+    return [tuned(forms, call, is_known, _product(call))]
 
 
-def tuned(forms: Sequence[KernelCall], call: KernelCall, is_known: bool = True) -> KernelCall:
+def tuned(
+    forms: Sequence[KernelCall], call: KernelCall, is_known: bool = True, product: GemmLaunch | None = None
+) -> KernelCall:
     """One call for a convolution that several kernels can compute; the runtime picks the fastest.
 
     Args:
         is_known: Whether cuDNN knows the layouts of the operands.
+        product: The convolution as a product of cuBLASLt.
     """
     first, *others = forms
     launch = ConvolutionLaunch(
@@ -74,11 +79,35 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall, is_known: bool = True) 
             activation=call.params["activation"],
             has_bias=call.params["has_bias"],
             has_residual=call.params["has_residual"],
-            only_ours=not is_known or not call.params.keys().isdisjoint(("spread", RESIDUAL_LAST, EPILOGUE)),
+            only_ours=not is_known or not call.params.keys().isdisjoint(_ONLY_OURS),
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
+        product,
     )
     return replace(first, params=launch.params())
+
+
+def _product(call: KernelCall) -> GemmLaunch | None:
+    """A convolution of single pixels as a product of cuBLASLt; None if it is none, or cuBLASLt lacks its epilogue."""
+    x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert x is not None and weight is not None and out is not None
+    activation = call.params["activation"]
+    plain = weight.shape[2:] == (1, 1) and list(call.params["stride"]) == [1, 1] and not any(call.params["padding"])
+    if not plain or call.params["groups"] > 1 or not call.params.keys().isdisjoint(_ONLY_OURS):
+        return None
+    if activation != "none" and (residual is not None or not cublas_activates(activation, out.dtype)):
+        return None
+    pixels, results, added = (None if view is None else _rows_of_pixels(view) for view in (x, out, residual))
+    if pixels is None or results is None or (residual is not None and added is None):
+        return None
+    factors = replace(weight, shape=weight.shape[1::-1], strides=weight.strides[1::-1])
+    found = gemm(call, pixels, factors, results, bias=bias, residual=added, activation=activation)
+    return None if found is None or found.outputs[0] != results else gemm_of(found)
+
+
+def _rows_of_pixels(view: View) -> View | None:
+    """An image [N, C, H, W] as a matrix [N * H * W, C]; None if its pixels are not at equal distances."""
+    return channels_last(view).reshape((view.numel // max(view.shape[1], 1), view.shape[1]))
 
 
 def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:

@@ -1,4 +1,4 @@
-"""Copies that readers do without: each reads the copy's source, by views that hold the same elements in the same order."""
+"""Copies that readers do without: they read the copy's source, by views with the same elements in the same order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def plan_of(views: list[View], kinds: list[str]) -> ExecutionPlan:
     """The plan of copies from each view's buffer to the next, given as source and target in turns."""
     names = {view.buffer: kind for view, kind in zip(views, kinds, strict=True)}
     ends = {
-        name: max(1 + view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) for view in views if view.buffer == name)
+        name: max(
+            1 + view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+            for view in views
+            if view.buffer == name
+        )
         for name in names
     }
     buffers = {name: BufferAllocation(name, kind, (ends[name],), "float32") for name, kind in names.items()}  # type: ignore[arg-type]
@@ -58,7 +62,9 @@ def copies(draw: st.DrawFn) -> list[View]:
     flags = st.lists(st.booleans(), min_size=rank, max_size=rank)
     source = in_order("s", shape, draw(st.permutations(range(rank))), draw(flags))
     repeated = draw(flags)
-    source = replace(source, strides=tuple(0 if no else step for no, step in zip(repeated, source.strides, strict=True)))
+    source = replace(
+        source, strides=tuple(0 if no else step for no, step in zip(repeated, source.strides, strict=True))
+    )
     order = draw(st.permutations(range(rank)))
     target = in_order("t", shape, order, [False] * rank)
     read = target.permute(order)
@@ -95,7 +101,9 @@ def test_readers_find_the_same_elements_in_the_source(views: list[View]) -> None
     memory = {name: np.full(buffer.alloc_shape, -1) for name, buffer in plan.buffers.items()}
     memory["s"][:] = np.arange(len(memory["s"]))
     for call in plan.calls:
-        elements(call.outputs[0], memory[call.outputs[0].buffer])[...] = elements(call.inputs[0], memory[call.inputs[0].buffer])
+        elements(call.outputs[0], memory[call.outputs[0].buffer])[...] = elements(
+            call.inputs[0], memory[call.inputs[0].buffer]
+        )
     source, target, read, out = views
     whole = np.zeros(plan.buffers["t"].alloc_shape, int)
     elements(target, whole)[...] = elements(source, np.arange(len(memory["s"])))
