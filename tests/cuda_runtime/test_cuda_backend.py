@@ -22,13 +22,14 @@ from cuda_products import GEMMS, gemm_case, view
 from ir_builder import IRBuilder
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import GemmLaunch, gemm_of
+from cuda_compiler.cuda_program import GemmLaunch, LaunchKind, gemm_of, launch_of
 from cuda_runtime import CUDABackend, cuda_device
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_device import wake_driver, waking_driver
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.launches import CUDALaunch, GraphSequence
+from cuda_runtime.tuned_convolutions import TunedConvolutions, kernels_of
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler import CompiledProgram, DeviceError, compile
 from npu_compiler.graph.dtypes import numpy_dtype
@@ -36,6 +37,7 @@ from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_compiler.installing import install_command
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime import CPUBackend, Executor
+from npu_sim.extract import extract_ir
 
 
 def test_without_cupy_the_package_imports_and_opening_it_says_what_to_install() -> None:
@@ -356,6 +358,9 @@ class FakeStream:
         self.log = log
         self.before: list[str] | None = None
 
+    def synchronize(self) -> None:
+        pass
+
     def begin_capture(self) -> None:
         assert self.before is None
         self.before = self.log.copy()
@@ -481,6 +486,61 @@ def test_the_fastest_algorithm_is_found_and_kept_for_the_next_process(tmp_path: 
     assert tuned(tmp_path / "new", other, {6: 0.1}) == (6, 16)
     scaled = replace(call, params={**call.params, "alpha": 2.0})
     assert tuned(tmp_path / "new", scaled) == (3, 0), "a factor makes no difference"
+
+
+def short_product() -> KernelCall:
+    """The call of a linear layer over 200 rows."""
+    layer = torch.nn.Linear(64, 96).half()
+    program = compile(extract_ir(layer, (torch.zeros(200, 64, dtype=torch.float16),)), CUDACodegenTarget())
+    (call,) = program.kernels
+    return call
+
+
+def chosen(folder: Path, call: KernelCall, microseconds: dict[str, float]) -> tuple[str, int]:
+    """The kernel that a new process chooses for a convolution, and how many forms it tried.
+
+    Args:
+        microseconds: Duration of each kernel, by its name; of others 9.
+    """
+    tries: list[str] = []
+    device: Any = HostDevice()
+    launched = lambda start, end: 12e-3 * microseconds.get(tries[-1], 9.0)  # noqa: E731
+    device.cupy.cuda.get_elapsed_time = launched
+    convolutions = TunedConvolutions(device, folder, lambda form, places: lambda: tries.append(form.kernel), None)
+    assert convolutions.kernels(call)
+    convolutions.tune([call, call])
+    form = convolutions.form(call)
+    assert isinstance(form, KernelCall)
+    is_product = isinstance(launch_of(form), GemmLaunch)
+    assert bool(convolutions.products(call)) == is_product
+    assert convolutions.kernels(call) == ([] if is_product else [form])
+    return form.kernel, len(set(tries))
+
+
+def test_a_product_is_chosen_where_it_gains_more_than_the_start_of_a_kernel_costs(tmp_path: Path) -> None:
+    call = short_product()
+    product, own = LaunchKind.CUBLAS_GEMM.value, {form.kernel for form in kernels_of(call)}
+    assert chosen(tmp_path / "faster", call, {product: 7.5})[0] == product
+    assert chosen(tmp_path / "alike", call, {product: 8.5})[0] in own
+    assert chosen(tmp_path / "slower", call, {product: 12.0})[0] in own
+
+
+def test_a_chosen_product_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    call, product = short_product(), LaunchKind.CUBLAS_GEMM.value
+    assert chosen(tmp_path, call, {product: 1.0})[1] > 1
+    device: Any = HostDevice()
+    recalled = TunedConvolutions(device, tmp_path, lambda form, places: pytest.fail("tried again"), None)
+    assert [each.kernel for each in recalled.products(call)] == [product]
+    assert recalled.kernels(call) == []
+    assert recalled.form(call).kernel == product
+
+
+def test_large_products_are_cublas_products_from_the_start() -> None:
+    layer = torch.nn.Linear(4096, 4096).half()
+    with torch.device("meta"):
+        rows = torch.zeros(4096, 4096, dtype=torch.float16)
+    program = compile(extract_ir(layer.to("meta"), (rows,)), CUDACodegenTarget())
+    assert [call.kernel for call in program.kernels] == [LaunchKind.CUBLAS_GEMM.value]
 
 
 def test_algorithms_that_do_not_run_are_passed_over(tmp_path: Path, rng: np.random.Generator) -> None:
