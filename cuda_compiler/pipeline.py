@@ -16,6 +16,7 @@ from cuda_compiler.passes.copied_reads import read_sources
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.expert_products import join_expert_products
+from cuda_compiler.passes.few_elements import compute_where_read
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
@@ -86,6 +87,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         specializing(join_rounding),
         specializing(join_products),
         specializing(join_rank_sums),
+        ("compute_where_read", compute_where_read),
         specializing(generate_kernels),
     ]
 
