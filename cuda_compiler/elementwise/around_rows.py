@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 
 from cuda_compiler.elementwise.grouping import MAX_READS, Group, place_of, walks_side_by_side
+from cuda_compiler.rules.columns import is_by_columns
 from cuda_compiler.rules.fused_rows import holds_rows
 from cuda_compiler.rules.norms import ROW_KERNELS
 from npu_compiler.graph.dtypes import is_float
@@ -89,8 +90,9 @@ def _join_epilogues(groups: Sequence[Group], inner: Collection[str], results: Co
 
 
 def _is_over_rows(group: Group) -> bool:
-    """Whether a group is a softmax or norm that no rule has made a kernel of yet."""
-    return group.calls[0].kernel in ROW_KERNELS and not group.calls[0].source
+    """Whether a group is a softmax or norm of rows, not columns, that no rule has made a kernel of yet."""
+    call = group.calls[0]
+    return call.kernel in ROW_KERNELS and not call.source and not is_by_columns(call)
 
 
 def _with(rows: Group, before: Group | None, after: Group | None) -> Group:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from cuda_compiler.rules.channel_packs import PACK, is_packed
+from cuda_compiler.rules.columns import is_by_columns, softmax_by_columns
 from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for, teams_for
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import Size3, groups
@@ -46,6 +47,8 @@ def row_form(call: KernelCall, pack: int, teams: Callable[[int, int], Form]) -> 
 
 
 def _rows(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    if is_by_columns(call):
+        return [softmax_by_columns(make, call)]
     constants, grid, block = row_form(call, shared_pack((*call.inputs, *call.outputs)), own_teams(call))
     operands: dict[str, Any] = {}
     if call.kernel.endswith("softmax_kernel"):

@@ -20,7 +20,7 @@ _LONG_ROW = 16384
 _CHUNKS = 128  # blocks per long row
 _INDEXED = ("argmax_kernel", "argmin_kernel")  # whose results depend on the order of the reduced dimensions
 _THREADS = 256
-_FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
+FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
 _LINE = 128  # bytes side by side that threads should read together
 _LEAST_ACCESSES = 4  # of a thread, before more blocks share a result
 _MOST_RESULTS = 8  # of a thread, as registers allow
@@ -28,7 +28,7 @@ _STATE_WORDS = 3  # the most that a thread knows of a result, in words of 32 bit
 
 
 @dataclass(frozen=True)
-class _Walk:
+class Walk:
     """The way in which threads walk the elements of a reduction (see `reduce.cu`).
 
     Attributes:
@@ -59,10 +59,10 @@ class _Walk:
     def together(self) -> int:
         """Number of threads that should read side by side: results beside each other, or elements of one result."""
         inner = self.items if self.along else (self.x.shape[: self.kept] or (1,))[-1] // self.pack
-        return _power_of_two(max(1, min(inner, _LINE // (self.pack * itemsize(self.x.dtype)))))
+        return power_of_two(max(1, min(inner, _LINE // (self.pack * itemsize(self.x.dtype)))))
 
 
-def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
+def walk_of(x: View, out: View, kept: int, has_order: bool) -> Walk:
     """The walk over `x`, whose dimensions from `kept` on are reduced.
 
     Dimensions are merged where possible, so that more calls share a kernel.
@@ -86,7 +86,7 @@ def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
     reduced, steps = (reduced, steps) if reduced else ([1], [1])
     x = replace(x, shape=(*sizes, *reduced), strides=(*x_steps, *steps))
     out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
-    return _Walk(x, out, len(sizes), along, pack if sizes or along else 1)
+    return Walk(x, out, len(sizes), along, pack if sizes or along else 1)
 
 
 def _outermost_first(view: View, dims: Iterable[int]) -> list[int]:
@@ -102,11 +102,11 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
     if not out.numel:
         return []
-    walk = _walk(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
+    walk = walk_of(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
     columns_of_all, items = out.numel // walk.results, walk.items
     beside = 1 if walk.along else walk.together
-    walkers = max(groups(_FILLING, columns_of_all), walk.together if walk.along else 1)
-    walkers = min(_power_of_two(max(1, min(walkers, items))), _THREADS // beside)
+    walkers = max(groups(FILLING, columns_of_all), walk.together if walk.along else 1)
+    walkers = min(power_of_two(max(1, min(walkers, items))), _THREADS // beside)
     columns = _THREADS // walkers
     blocks, chunks = groups(columns_of_all, columns), 1
     if walkers * beside == _THREADS and blocks < 2 * MULTIPROCESSORS:
@@ -141,7 +141,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     ]
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The least power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 

@@ -2,6 +2,7 @@
 // between the two passes; others are read twice.
 
 #include "common/reduction.cuh"
+#include "norms/exp_sum.cuh"
 
 constexpr int last = Out::rank - 1;
 constexpr index_t width = Out::size(last);
@@ -36,11 +37,10 @@ struct Logits {
 
 template <int N, bool logarithm>
 __device__ __forceinline__ void normalize(float (&values)[N], const ExpSum &sum) {
-    const float factor = logarithm ? logf(sum.total) : 1.0f / sum.total;
+    const Share<logarithm> share(sum);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const float distance = values[i] - sum.largest;
-        values[i] = logarithm ? distance - factor : expf(distance) * factor;
+        values[i] = share.of(values[i]);
     }
 }
 
@@ -68,7 +68,8 @@ __device__ __forceinline__ void softmax_row(const Logits<Source> &logits, const 
         logits.get(value, i);
         sum.add(value);
     }
-    sum.reduce(place);
+    sum.rescale(reduce_team<Max>(sum.largest, -FLOAT_MAX, place));
+    sum.total = reduce_sum(sum.total, place);
 #pragma unroll
     for (int turn = 0; turn < held_packs; turn++) {
         const index_t i = turn * Place::threads() + place.thread();
