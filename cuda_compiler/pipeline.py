@@ -145,7 +145,7 @@ def _generate(
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
-        if is_fused:
+        if is_fused and stored:
             calls.append(rows_with_groups(make, group, stored))
         elif stored:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"

@@ -1,4 +1,4 @@
-"""Computes element-wise groups in the softmax or norm behind or before them, as its prologue or epilogue.
+"""Computes element-wise groups in the softmax or norm next to them, as its prologue or its epilogue.
 
 Given:  (t = x * scale; s = t + y);  n = layernorm(s);  …  z = s + m
 Result: n = layernorm(s = x * scale + y), which stores s too;  …  z = s + m
