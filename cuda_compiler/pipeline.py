@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from cuda_compiler.elementwise.around_rows import join_around_rows
 from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
 from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
-from cuda_compiler.elementwise.prologues import join_prologues
 from cuda_compiler.passes.attention_operands import form_attention
 from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
@@ -33,9 +33,9 @@ from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
 from cuda_compiler.passes.widened_keys import read_unwidened_keys
 from cuda_compiler.resident.kernel import form_resident_kernels
+from cuda_compiler.rules.fused_rows import rows_with_groups
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
-from cuda_compiler.rules.norms import rows_with_prologue
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
@@ -111,7 +111,7 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     """
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
-    groups = join_neighbours(join_prologues(inline_reads(find_groups(plan.calls), private), private))
+    groups = join_neighbours(join_around_rows(inline_reads(find_groups(plan.calls), private), private))
     calls = _generate(groups, plan, make, read_later)
     prologue = [*plan.prologue, *make.ahead]
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
@@ -138,19 +138,19 @@ def _generate(
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
-        call, computed = group.calls[0], group.prologue or group
-        if not computed.is_elementwise:
+        call, is_fused = group.calls[0], group.prologue is not None or group.epilogue is not None
+        if not (group.is_elementwise or is_fused):
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
         stored = [
             view
-            for view in computed.writes
+            for view in group.writes
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
-        if group.prologue is not None:
-            calls.append(rows_with_prologue(make, call, group.prologue, stored))
+        if is_fused and stored:
+            calls.append(rows_with_groups(make, group, stored))
         elif stored:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"
             copied = transposing_copy(make, call) if alone and len(group.reads) == 1 and not group.inlined else None

@@ -47,6 +47,8 @@ class Group:
         writes: The views that the kernel writes, each `Place` once.
         prologue: The group whose last result a call over rows takes as its first operand, without reading it from
             memory; None where every operand is read.
+        epilogue: The group that takes the result of a call over rows, without reading it from memory, before anything
+            is stored; None where only that result is.
         inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
@@ -55,6 +57,7 @@ class Group:
     writes: list[View] = field(default_factory=list)
     inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     prologue: Group | None = None
+    epilogue: Group | None = None
 
     def __post_init__(self) -> None:
         self.inner_loads = [
@@ -133,7 +136,7 @@ def join_neighbours(groups: Sequence[Group]) -> list[Group]:
     joined: list[Group] = []
     for group in groups:
         merged = None
-        if joined and _walks_side_by_side(joined[-1]) and _walks_side_by_side(group):
+        if joined and walks_side_by_side(joined[-1]) and walks_side_by_side(group):
             before = joined[-1]
             related = before.numel == group.numel and not before.read_buffers.isdisjoint(group.read_buffers)
             merged = merge(before, group) if related and before.written_buffers.isdisjoint(group.read_buffers) else None
@@ -144,7 +147,7 @@ def join_neighbours(groups: Sequence[Group]) -> list[Group]:
     return joined
 
 
-def _walks_side_by_side(group: Group) -> bool:
+def walks_side_by_side(group: Group) -> bool:
     """Whether the group is element-wise and walks consecutive elements of memory, or the same one, everywhere."""
     places = [place_of(view) for view in (*group.loads, *group.writes)]
     return group.is_elementwise and all(place.strides[-1:] <= (1,) for place in places)

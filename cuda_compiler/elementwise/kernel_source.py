@@ -128,14 +128,20 @@ class GroupText:
 
 
 def group_text(
-    group: Group, stored: Sequence[View], width: int, bound: str = "", result: View | None = None
+    group: Group,
+    stored: Sequence[View],
+    width: int,
+    bound: str = "",
+    result: View | None = None,
+    given: View | None = None,
 ) -> GroupText:
     """The C text that computes `width` elements of a group.
 
     Args:
-        stored: The written views that go to memory.
+        stored: The written views that go to memory, and `given` if it does.
         bound: The C expression of the number of elements, an upper bound of `width`; empty means `width`.
         result: The written view whose elements are put into the array `values` too; None for none.
+        given: The view, not among the group's reads, whose elements are in the array `values`; None for none.
     """
     bound = bound or str(width)
     written = {view.buffer for view in stored}
@@ -158,6 +164,8 @@ def group_text(
         else:
             _read(body, view, index, width, bound)
     outputs = {place_of(view): index for index, view in enumerate(stored)}
+    if given is not None:
+        _read_given(body, given, rounds=place_of(given) in outputs)
     last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
     if result is not None:
         last_read[place_of(result)] = len(group.calls)
@@ -426,6 +434,17 @@ def _read(body: _Body, view: View, index: int, width: int, bound: str, first: st
     kind = _element_kind(view)
     body.lane.append(f"const {kind} x{index} = {_conversion(view)}({item});")
     body.values[place] = (f"x{index}", kind == "int")
+
+
+def _read_given(body: _Body, view: View, rounds: bool) -> None:
+    """Append the statement that takes an element of a view from the array `values`.
+
+    Args:
+        rounds: As in `_compute`.
+    """
+    value = f"to_float(from<{TYPES[view.dtype]}>(values[lane]))" if rounds else "values[lane]"
+    body.lane.append(f"const float given = {value};")
+    body.values[place_of(view)] = ("given", False)
 
 
 def _compute(body: _Body, call: KernelCall, index: int, rounds: bool, stem: str = "v") -> None:

@@ -3,7 +3,7 @@
 Given:   m = gather(table, index);  y = masked_softmax(x, m)
 Result:  m = gather(table, index);  t = m + scale · x;  y = softmax(t)
 
-The generated softmax computes t and m as it reads them (`elementwise/prologues.py`).
+The generated softmax computes t and m as it reads them (`elementwise/around_rows.py`).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _may_start_before(attention: KernelCall, update: KernelCall, runs: KernelCal
 
     `runs` must be neither element-wise nor a call that picks elements, since such a call may still be fused with
     another one, so what runs then is not known. Any other call is still directly before the update in the end: later
-    passes replace it by kernels at its place, which write floats besides if a prologue is joined.
+    passes replace it by kernels at its place, which write floats besides if a prologue or an epilogue is joined.
     """
     if runs is None or elementwise_kernel(runs) is not None or is_pick(runs):
         return False

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from cuda_compiler.elementwise.grouping import Group
-from cuda_compiler.elementwise.inlining import loaded_bytes
-from cuda_compiler.elementwise.kernel_source import group_text
 from cuda_compiler.rules.channel_packs import PACK, is_packed
-from cuda_compiler.rules.rows import HELD_PACKS, held_packs, shared_pack, small_teams_for, teams_for
+from cuda_compiler.rules.columns import is_by_columns, softmax_by_columns
+from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for, teams_for
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import Size3, groups
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from cuda_compiler.specialization.template_files import template_text
-from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, collapse, numel
 
 # Group norm of channels-last images.
@@ -35,91 +32,29 @@ ROW_KERNELS = {
 Form: TypeAlias = tuple[dict[str, bool | int | float], Size3, Size3]
 
 
-def _form(call: KernelCall, operands: Iterable[View]) -> Form:
-    """The template constants, grid and block of a kernel over rows.
+def own_teams(call: KernelCall) -> Callable[[int, int], Form]:
+    """The function that divides the rows of a softmax or norm among teams."""
+    return teams_for if call.kernel.endswith("softmax_kernel") else small_teams_for
 
-    Threads access the rows as vectors of the widest kind, up to 16 bytes, for which all `operands` are aligned.
-    """
+
+def row_form(call: KernelCall, pack: int, teams: Callable[[int, int], Form]) -> Form:
+    """The template constants, grid and block of a kernel over rows, whose threads access `pack` elements at a time."""
     out = call.outputs[0]
-    width, pack = out.shape[-1], shared_pack(operands)
-    teams = teams_for if call.kernel.endswith("softmax_kernel") else small_teams_for
+    width = out.shape[-1]
     constants, grid, block = teams(out.numel // width, groups(width, pack))
     held = held_packs(width // pack, block, constants["teams"])
     return {**constants, "pack": pack, "held_packs": held}, grid, block
 
 
 def _rows(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    constants, grid, block = _form(call, (*call.inputs, *call.outputs))
+    if is_by_columns(call):
+        return [softmax_by_columns(make, call)]
+    constants, grid, block = row_form(call, shared_pack((*call.inputs, *call.outputs)), own_teams(call))
     operands: dict[str, Any] = {}
     if call.kernel.endswith("softmax_kernel"):
         x, *mask = call.inputs
         operands["inputs"] = {"x": x, "mask": mask[0] if mask else None}
     return [make.kernel(call, ROW_KERNELS[call.kernel], grid=grid, block=block, constants=constants, **operands)]
-
-
-def _prologue_form(call: KernelCall) -> Form:
-    out, others = call.outputs[0], call.inputs[1:]
-    width, pack = out.shape[-1], shared_pack((out, *others))
-    while width % pack:
-        pack //= 2
-    constants, grid, block = small_teams_for(out.numel // width, width // pack)
-    held = groups(width // pack, block[0] // int(constants["teams"]))
-    return {**constants, "pack": pack, "held_packs": held}, grid, block
-
-
-def holds_rows(call: KernelCall) -> bool:
-    """Whether the kernel of a call over rows with a prologue keeps whole rows in registers."""
-    constants, _, block = _prologue_form(call)
-    return constants["held_packs"] <= HELD_PACKS and call.outputs[0].numel > 0
-
-
-def rows_with_prologue(make: Specializer, call: KernelCall, prologue: Group, stored: Sequence[View]) -> KernelCall:
-    """The call of a softmax or norm that computes its first operand itself.
-
-    Args:
-        prologue: The group whose last result is the first operand.
-        stored: The prologue's results that go to memory too.
-    """
-    constants, grid, block = _prologue_form(call)
-    text = group_text(prologue, stored, int(constants["pack"]), "N", result=call.inputs[0])
-    fields = [f"in{index}" for index, _ in enumerate(prologue.loads)]
-    fields += [f"out{index}" for index, _ in enumerate(stored)]
-    width = call.outputs[0].shape[-1]
-    definitions = [
-        template_text("elementwise/elementwise.cuh"),
-        *text.functions,
-        "struct Prologue {",
-        *(f"    {argument.replace('__restrict__ ', '')};" for argument in text.arguments),
-        "    index_t begin;",
-        "    template <int N>",
-        "    __device__ __forceinline__ void get(float (&values)[N], index_t column) const {",
-        "        const index_t first = begin + column;",
-        *(line if line.startswith("#") else f"        {line}" for line in text.statements),
-        "    }",
-        "    __device__ __forceinline__ Prologue row(index_t number) const {",
-        f"        return {{{', '.join(fields)}, number * {width}u}};",
-        "    }",
-        "};",
-        f"#define PROLOGUE Prologue{{{', '.join(fields)}, 0}}",
-    ]
-    others = {"mask": None, **KERNELS[call.kernel].inputs_of(call)}
-    del others["x"]
-    loads = {f"in{index}": view for index, view in enumerate(prologue.loads)}
-    fused = make.kernel(
-        call,
-        ROW_KERNELS[call.kernel],
-        function=f"fused_{call.kernel}",
-        inputs={**loads, **others},
-        outputs={"out": call.outputs[0], **{f"out{index}": view for index, view in enumerate(stored)}},
-        grid=grid,
-        block=block,
-        constants=constants,
-        definitions="\n".join(definitions),
-    )
-    flops = call.flops + sum(each.flops for each in prologue.calls)
-    own = [view for view in others.values() if view is not None]
-    moved = loaded_bytes(prologue) + sum(distinct_bytes(view) for view in (*own, *fused.outputs))
-    return replace(fused, flops=flops, bytes_moved=moved)
 
 
 def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:

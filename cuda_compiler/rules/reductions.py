@@ -20,7 +20,7 @@ _LONG_ROW = 16384
 _CHUNKS = 128  # blocks per long row
 _INDEXED = ("argmax_kernel", "argmin_kernel")  # whose results depend on the order of the reduced dimensions
 _THREADS = 256
-_FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
+FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
 _LINE = 128  # bytes side by side that threads should read together
 _LEAST_ACCESSES = 4  # of a thread, before more blocks share a result
 _MOST_RESULTS = 8  # of a thread, as registers allow
@@ -28,7 +28,7 @@ _STATE_WORDS = 3  # the most that a thread knows of a result, in words of 32 bit
 
 
 @dataclass(frozen=True)
-class _Walk:
+class Walk:
     """The way in which threads walk the elements of a reduction (see `reduce.cu`).
 
     Attributes:
@@ -65,7 +65,7 @@ class _Walk:
         return _together(self.items, self.pack * itemsize(self.x.dtype)) if by_walkers else 1
 
 
-def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
+def walk_of(x: View, out: View, kept: int, has_order: bool) -> Walk:
     """The walk over `x`, whose dimensions from `kept` on are reduced.
 
     Dimensions are merged where possible, so that more calls share a kernel.
@@ -95,12 +95,12 @@ def _walk(x: View, out: View, kept: int, has_order: bool) -> _Walk:
         beside = _together((sizes or [1])[-1] // pack, access)
     elif sizes and len(steps) > 1 and x_steps[-1] < steps[-2] and reduced[-1] * itemsize(x.dtype) < _LINE:
         beside = _together(sizes[-1], x_steps[-1] * itemsize(x.dtype))  # each has a few elements before the next one's
-    return _Walk(x, out, len(sizes), along, pack, beside)
+    return Walk(x, out, len(sizes), along, pack, beside)
 
 
 def _together(count: int, size: int) -> int:
     """Number of threads, a power of two, that read up to `count` neighbours of `size` bytes in one line of memory."""
-    return _power_of_two(max(1, min(count, _LINE // max(size, 1))))
+    return power_of_two(max(1, min(count, _LINE // max(size, 1))))
 
 
 def _outermost_first(view: View, dims: Iterable[int]) -> list[int]:
@@ -116,10 +116,10 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
     if not out.numel:
         return []
-    walk = _walk(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
+    walk = walk_of(x, out, x.rank - call.params["reduce_dims"], call.kernel in _INDEXED)
     columns_of_all, items = out.numel // walk.results, walk.items
-    walkers = max(groups(_FILLING, columns_of_all), walk.together)
-    walkers = min(_power_of_two(max(1, min(walkers, items))), _THREADS // walk.beside)
+    walkers = max(groups(FILLING, columns_of_all), walk.together)
+    walkers = min(power_of_two(max(1, min(walkers, items))), _THREADS // walk.beside)
     columns = _THREADS // walkers
     blocks, chunks = groups(columns_of_all, columns), 1
     if walkers * walk.beside == _THREADS and blocks < 2 * MULTIPROCESSORS:
@@ -155,7 +155,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     ]
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The least power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 

@@ -321,7 +321,7 @@ def test_the_program_survives_the_file_and_names_its_target() -> None:
 def test_every_kernel_waits_for_the_one_before_it() -> None:
     g = IRBuilder()
     x = g.input("x", 8, 64)
-    g.output(g("aten.exp.default", g("aten.softmax.int", x, -1)))
+    g.output(g("aten.exp.default", g("aten.t.default", g("aten.softmax.int", x, -1))))
     plan = compile_cuda(g).plan
     assert [call.kernel for call in plan.calls] == ["softmax_kernel", "exp_kernel"]
     assert all(kernel_launch_of(call).kind is LaunchKind.OVERLAPPING for call in plan.calls)

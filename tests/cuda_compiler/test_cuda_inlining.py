@@ -1,4 +1,4 @@
-"""Gathers, concatenations and chains before a softmax or norm that the CUDA target computes where they are read."""
+"""Gathers, concatenations, and chains around a softmax or norm, that kernels of the CUDA target compute besides."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cuda_on_cpu import run_on_cpu
 from drawn import drawn
-from ir_builder import IRBuilder
+from ir_builder import IRBuilder, Tensor
 from random_concatenations import RandomConcatenations
+from random_rows import RandomRows
 from torch import nn
 
 import npu_compiler
@@ -222,3 +224,126 @@ def test_rows_too_long_for_registers_are_stored() -> None:
     g = IRBuilder()
     g.output(g("aten.softmax.int", g("aten.exp.default", g.input("x", 2, 200_000)), -1))
     assert [call.kernel for call in compiled(g).plan.calls] == ["exp_kernel", "softmax_kernel"]
+
+
+def kernels(program: CompiledProgram) -> list[str]:
+    return [call.kernel for call in program.plan.calls]
+
+
+def normed(g: IRBuilder, x: Tensor) -> Tensor:
+    return g("aten.layer_norm.default", x, list(g.shape(x)[-1:]), None, None, 1e-5)
+
+
+def swapped(g: IRBuilder, x: Tensor) -> Tensor:
+    """The 10 rows of x, of which first every even one and then every odd one."""
+    pairs = g("aten.transpose.int", g("aten.reshape.default", x, [5, 2, g.shape(x)[-1]]), 0, 1)
+    return g("aten.reshape.default", pairs, list(g.shape(x)))
+
+
+@pytest.mark.parametrize("number", drawn(range(24), 1 / 4))
+def test_drawn_chains_around_rows_have_pytorchs_results(number: int, seed: int, tmp_path: Path) -> None:
+    module = RandomRows(seed + number).eval()
+    options = npu_compiler.CompileOptions(compute_dtype="float32")
+    program = npu_compiler.compile(extract_ir(module, module.examples), target=CUDACodegenTarget(), options=options)
+    inputs = dict(zip((spec.name for spec in program.input_specs), module.examples, strict=True))
+    found = results(program, tmp_path, **inputs)
+    for result, reference in zip(found, module(*module.examples), strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-4, msg=module.source)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("width", [8, 40, 37])
+@pytest.mark.parametrize("op", ["aten.softmax.int", "aten.log_softmax.int", "aten.rms_norm.default"])
+def test_rows_are_changed_before_they_are_stored(op: str, width: int, dtype: str, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, scale = g.input("x", 2, 7, width), g.input("y", 2, 7, width), g.input("s", width)
+    rows = g(op, x, *([[width]] if "norm" in op else [-1]))
+    g.output(g("aten.add.Tensor", y, g("aten.mul.Tensor", g("aten.gelu.default", rows), scale)))
+    program = compiled(g, dtype)
+    assert len(program.plan.calls) == 1 and program.plan.arena_bytes == 0
+    shapes = {"x": (2, 7, width), "y": (2, 7, width), "s": (width,)}
+    values = {name: normal(*shape).to(getattr(torch, dtype)) for name, shape in shapes.items()}
+    (result,) = results(program, tmp_path, **values)
+    x, y, s = (value.float() for value in values.values())
+    kinds = {"softmax": x.softmax(-1), "log_softmax": x.log_softmax(-1), "rms_norm": F.rms_norm(x, (width,))}
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == "float16" else {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(result.float(), y + F.gelu(kinds[op.split(".")[1]]) * s, **tolerance)
+
+
+def test_what_reads_rows_that_are_stored_too_sees_them_as_stored(tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y = g.input("x", 9, 64), g.input("y", 9, 64)
+    rows = normed(g, x)
+    g.output(rows, g("aten.add.Tensor", rows, y))
+    program = compiled(g, "float16")
+    assert kernels(program) == ["fused_layernorm_kernel"]
+    values = {name: normal(9, 64).half() for name in ("x", "y")}
+    stored, total = results(program, tmp_path, **values)
+    torch.testing.assert_close(total, stored + values["y"], atol=0, rtol=0)
+
+
+def test_a_norm_adds_its_result_to_the_sum_that_it_is_of(tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y = g.input("x", 9, 40), g.input("y", 9, 40)
+    total = g("aten.add.Tensor", x, y)
+    g.output(g("aten.add.Tensor", total, normed(g, total)))
+    program = compiled(g)
+    assert kernels(program) == ["fused_layernorm_kernel"]
+    values = {name: normal(9, 40) for name in ("x", "y")}
+    (result,) = results(program, tmp_path, **values)
+    total = values["x"] + values["y"]
+    torch.testing.assert_close(result, total + F.layer_norm(total, (40,)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_chain_between_norms_is_computed_where_fewer_values_are_stored(read_again: bool) -> None:
+    g = IRBuilder()
+    x, y = g.input("x", 9, 40), g.input("y", 9, 40)
+    first = normed(g, x)
+    total = g("aten.add.Tensor", first, y)
+    g.output(normed(g, total), *([first] if read_again else []))
+    expected = ["fused_layernorm_kernel", "layernorm_kernel"]
+    assert kernels(compiled(g)) == (expected[::-1] if read_again else expected)
+
+
+def test_a_chain_of_what_is_computed_later_stands_behind_the_norm(tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y = g.input("x", 9, 40), g.input("y", 9, 40)
+    first, second = normed(g, x), g("aten.sum.dim_IntList", y, [0], True)
+    g.output(g("aten.add.Tensor", first, second))
+    program = compiled(g)
+    assert kernels(program)[0] == "layernorm_kernel" and kernels(program)[-1] == "add_kernel"
+    values = {name: normal(9, 40) for name in ("x", "y")}
+    (result,) = results(program, tmp_path, **values)
+    torch.testing.assert_close(result, F.layer_norm(values["x"], (40,)) + values["y"].sum(0, True))
+
+
+@pytest.mark.parametrize("of_sum", [False, True])
+def test_a_norm_adds_only_what_its_threads_have_themselves(of_sum: bool, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y = g.input("x", 10, 40), g.input("y", 10, 40)
+    total = g("aten.add.Tensor", x, y)
+    rows = normed(g, total)
+    g.output(g("aten.add.Tensor", *((rows, swapped(g, total)) if of_sum else (swapped(g, rows), y))))
+    values = {name: normal(10, 40) for name in ("x", "y")}
+    (result,) = results(compiled(g), tmp_path, **values)
+    total = values["x"] + values["y"]
+    rows, order = F.layer_norm(total, (40,)), [*range(0, 10, 2), *range(1, 10, 2)]
+    expected = rows + total[order] if of_sum else rows[order] + values["y"]
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["aten.gt.Scalar", "aten.t.default", "aten.sum.default"])
+def test_what_a_norm_does_not_store_by_elements_of_floats_in_order_has_a_kernel(op: str) -> None:
+    g = IRBuilder()
+    rows = normed(g, g.input("x", 40, 40))
+    scalar = [0] if op == "aten.gt.Scalar" else []
+    read = g(op, rows, *scalar)
+    g.output(g("aten.add.Tensor", read, g.input("y", 40, 40)) if op == "aten.t.default" else read)
+    assert kernels(compiled(g))[0] == "layernorm_kernel"
+
+
+def test_rows_too_long_for_registers_are_read_by_more_than_one_block() -> None:
+    g = IRBuilder()
+    g.output(g("aten.exp.default", g("aten.softmax.int", g.input("x", 2, 200_000), -1)))
+    assert kernels(compiled(g)) == ["softmax_kernel", "exp_kernel"]

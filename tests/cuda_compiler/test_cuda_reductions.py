@@ -1,4 +1,4 @@
-"""Reductions on CUDA: how threads walk the elements, and what the kernels compute, compiled as C++ for the CPU."""
+"""Reductions and softmaxes on CUDA: how threads walk the elements, and what the kernels compute, as C++ for the CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
 from drawn import drawn
 from metal_cases.reduce import FLOAT_OPS, INDEX_OPS, LOGICAL_OPS, reduction
+from metal_cases.softmax import plain
 from metal_harness import Case, T, call_of, run_case
 from torch import nn
 from torch_ir import extract_ir
@@ -84,12 +85,58 @@ def test_blocks_that_share_results_find_those_of_the_cpu_device(op: str, seed: i
     run_case(case, EmulatedBackend(tmp_path), "bfloat16", seed)
 
 
-def walk_of(op: str, x: T, dims: int, out: T | None = None) -> tuple[int, ...]:
-    """Return the elements of an access, and the numbers of threads beside each other, of walkers and of chunks."""
-    (call,), make = calls_of(reduction(op, "walk", x, dims, out))
-    names = ("pack", "columns", "walkers", "chunks")
+def test_drawn_softmaxes_are_those_of_the_cpu_device(seed: int, tmp_path: Path) -> None:
+    draw, backend = Random(seed), EmulatedBackend(tmp_path)
+    for _ in range(3):
+        shape = tuple(draw.choice([1, 2, 3, 8, 20, 24]) for _ in range(draw.randint(1, 3)))
+        shape = (*shape, draw.choice([1, 3, 40, 300]))
+        orders = [tuple(draw.sample(range(len(shape)), len(shape))) for _ in range(2)]
+        x, out = (in_order(shape, draw.choice(orders), draw.choice(["compute", "float32"])) for _ in range(2))
+        case = draw.choice(plain("-".join(map(str, (*shape, x.strides, out.strides))), x, out, 0.5))
+        run_case(case, backend, draw.choice(["float16", "bfloat16"]), seed)
+
+
+def numbers_of(case: Case, *names: str) -> tuple[int, ...]:
+    """Return constants of the kernel of a case."""
+    (call,), make = calls_of(case)
     text = make.sources[call.source]
     return tuple(int(re.findall(rf"constexpr int {name} = (\d+);", text)[0]) for name in names)
+
+
+def walk_of(op: str, x: T, dims: int, out: T | None = None) -> tuple[int, ...]:
+    """Return the elements of an access, and the numbers of threads beside each other, of walkers and of chunks."""
+    return numbers_of(reduction(op, "walk", x, dims, out), "pack", "columns", "walkers", "chunks")
+
+
+@pytest.mark.parametrize(
+    "shape, numbers",
+    [((16, 128, 3137), (8, 2, 512)), ((16, 19, 3137), (1, 16, 64)), ((4, 20_000, 21), (8, 32, 8))],
+    ids=["few", "odd", "many"],
+)
+def test_a_softmax_across_neighbours_reads_these_together(shape: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    x = in_order(shape, (0, 2, 1))
+    case = plain("columns", x, x)[0]
+    assert [call.kernel for call in calls_of(case)[0]] == ["softmax_columns"]
+    assert numbers_of(case, "pack", "columns", "walkers") == numbers
+
+
+def test_a_softmax_across_neighbours_leaves_the_chains_around_it_to_kernels_that_read_them_together() -> None:
+    class Classes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.exp().softmax(1) + 1).tanh()
+
+    program = npu_compiler.compile(
+        extract_ir(Classes(), (torch.randn(2, 21, 64, 64, device="meta"),)), target=CUDACodegenTarget()
+    )
+    kernels = [call.kernel for call in program.plan.calls]
+    assert kernels == ["exp_kernel", "softmax_columns", "fused_add_tanh"]
+
+
+@pytest.mark.parametrize("stored_last", [0, 2])
+def test_a_softmax_whose_rows_are_read_or_stored_side_by_side_has_a_team_for_each(stored_last: int) -> None:
+    rows, columns = in_order((3, 24, 40), (0, 1, 2)), in_order((3, 24, 40), (0, 2, 1))
+    case = plain("rows", *((rows, columns) if stored_last else (columns, rows)))[0]
+    assert [call.kernel for call in calls_of(case)[0]] == ["softmax_kernel"]
 
 
 def test_a_few_terms_of_many_results_are_summed_by_a_thread_for_each_vector_of_results() -> None:

@@ -95,7 +95,7 @@ def test_probabilities_that_something_else_reads_are_computed_before() -> None:
         probabilities = x.softmax(-1)
         return (*plain(probabilities), probabilities.exp())
 
-    assert kernels(both)[:2] == ["softmax_kernel", "route"]
+    assert kernels(both)[:2] == ["fused_softmax_kernel", "route"]
 
 
 def test_weights_that_something_else_reads_are_kept_as_they_are_chosen() -> None:

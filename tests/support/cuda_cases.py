@@ -17,6 +17,7 @@ from metal_cases import norms as norm_cases
 from metal_cases import quantized as quantized_cases
 from metal_cases import recurrent as recurrent_cases
 from metal_cases import reduce as reduce_cases
+from metal_cases import softmax as softmax_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, T
 
@@ -277,6 +278,25 @@ LONG_ROWS = [
     reduce_cases.reduction("max", "long-minus-infinity", T((1, 20_000), values=np.full((1, 20_000), -math.inf))),
 ]
 
+# Softmaxes over rows that lie as columns: heads of an odd width in a wider matrix, vectors, classes of images, others.
+COLUMNS = [
+    case
+    for name, x, out in (
+        (
+            "heads",
+            T((2, 4, 19, 301), strides=(68628, 19, 1, 228), offset=76),
+            T((2, 4, 19, 301), strides=(22876, 5719, 1, 19)),
+        ),
+        ("vectors", T((2, 16, 1030), strides=(16480, 1, 16)), T((2, 16, 1030), strides=(16480, 1, 16))),
+        ("classes", T((2, 20, 30, 21), strides=(12600, 30, 1, 600)), T((2, 20, 30, 21), strides=(12600, 30, 1, 600))),
+        ("many", T((50_000, 2), strides=(1, 50_000)), T((50_000, 2), strides=(1, 50_000))),
+        ("single", T((1, 24, 40), strides=(0, 1, 24)), T((1, 24, 40), "float32", strides=(960, 1, 25))),
+        ("odd", T((8, 150), strides=(1, 8), values=softmax_cases.ODD_ROWS), T((8, 150), strides=(1, 8))),
+        ("float32", T((3, 12, 140), "float32", strides=(1680, 1, 12)), T((3, 12, 140), strides=(1800, 1, 15))),
+    )
+    for case in softmax_cases.plain(f"columns-{name}", x, out, 0.7)
+]
+
 # Rows whose order a radix sort finds.
 LONG_ORDERS = [
     Case("argsort_kernel", f"long-{name}-{'down' if descending else 'up'}", [x], [order], {"descending": descending})
@@ -401,6 +421,7 @@ CASES = [
     linear(1, 40000, 64, bias="compute"),
     *MANY_ROWS,
     *LONG_ROWS,
+    *COLUMNS,
     *LONG_ORDERS,
     *(
         Case("cumsum_kernel", f"long-{name}", [x], [out], {}, atol=1e-3)

@@ -46,7 +46,8 @@ __device__ __forceinline__ void normalize(const Values &values, Place place) {
     held.template each<true>(values, place, PutNormalized<Values>{values, mean, scale});
 }
 
-#kernel rmsnorm_kernel layernorm_kernel
+#kernel rmsnorm_kernel layernorm_kernel fused_rmsnorm_kernel fused_layernorm_kernel
+#if !defined(PROLOGUE)
 struct Stored {
     const X::type *x;
 
@@ -56,14 +57,29 @@ struct Stored {
     __device__ __forceinline__ Stored row(index_t number) const { return {x + number * X::stride(0)}; }
 };
 #define PROLOGUE Stored{x}
+#endif
+
+#if !defined(EPILOGUE)
+struct Result {
+    Out::type *out;
+
+    template <int N>
+    __device__ __forceinline__ void put(const float (&values)[N], index_t first) const {
+        put_floats(out + first, values);
+    }
+
+    __device__ __forceinline__ Result row(index_t number) const { return {out + number * Out::stride(0)}; }
+};
+#define EPILOGUE Result{out}
+#endif
 
 #kernel rmsnorm_kernel fused_rmsnorm_kernel
-template <typename Source>
+template <typename Source, typename Target>
 struct Row {
     static constexpr index_t count = param::width;
     Source x;
     const Weight::type *weight;
-    Out::type *out;
+    Target out;
 
     template <int N>
     __device__ __forceinline__ void get(float (&values)[N], index_t first) const { x.get(values, first); }
@@ -78,33 +94,33 @@ struct Row {
                 values[i] *= gains[i] + param::weight_offset;
             }
         }
-        put_floats(out + first, values);
+        out.put(values, first);
     }
 };
 
-template <typename Sources>
-__device__ __forceinline__ void normalize_row(const Sources &x, const Weight::type *weight, Out::type *out) {
+template <typename Sources, typename Targets>
+__device__ __forceinline__ void normalize_row(const Sources &x, const Weight::type *weight, const Targets &out) {
     const Place place;
     if (place.row < param::rows) {
-        using Source = decltype(x.row(0));
-        normalize<false>(Row<Source>{x.row(place.row), weight, out + place.row * Out::stride(0)}, place);
+        using Values = Row<decltype(x.row(0)), decltype(out.row(0))>;
+        normalize<false>(Values{x.row(place.row), weight, out.row(place.row)}, place);
     }
 }
 
 #kernel rmsnorm_kernel
-KERNEL(rmsnorm_kernel) { normalize_row(PROLOGUE, weight, out); }
+KERNEL(rmsnorm_kernel) { normalize_row(PROLOGUE, weight, EPILOGUE); }
 
 #kernel fused_rmsnorm_kernel
-KERNEL(fused_rmsnorm_kernel) { normalize_row(PROLOGUE, weight, out); }
+KERNEL(fused_rmsnorm_kernel) { normalize_row(PROLOGUE, weight, EPILOGUE); }
 
 #kernel layernorm_kernel fused_layernorm_kernel
-template <typename Source>
+template <typename Source, typename Target>
 struct Row {
     static constexpr index_t count = param::width;
     Source x;
     const Weight::type *weight;
     const Bias::type *bias;
-    Out::type *out;
+    Target out;
 
     template <int N>
     __device__ __forceinline__ void get(float (&values)[N], index_t first) const { x.get(values, first); }
@@ -126,26 +142,26 @@ struct Row {
                 values[i] += part[i];
             }
         }
-        put_floats(out + first, values);
+        out.put(values, first);
     }
 };
 
-template <typename Sources>
+template <typename Sources, typename Targets>
 __device__ __forceinline__ void normalize_row(
-    const Sources &x, const Weight::type *weight, const Bias::type *bias, Out::type *out
+    const Sources &x, const Weight::type *weight, const Bias::type *bias, const Targets &out
 ) {
     const Place place;
     if (place.row < param::rows) {
-        using Source = decltype(x.row(0));
-        normalize<true>(Row<Source>{x.row(place.row), weight, bias, out + place.row * Out::stride(0)}, place);
+        using Values = Row<decltype(x.row(0)), decltype(out.row(0))>;
+        normalize<true>(Values{x.row(place.row), weight, bias, out.row(place.row)}, place);
     }
 }
 
 #kernel layernorm_kernel
-KERNEL(layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, out); }
+KERNEL(layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, EPILOGUE); }
 
 #kernel fused_layernorm_kernel
-KERNEL(fused_layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, out); }
+KERNEL(fused_layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, EPILOGUE); }
 
 #kernel groupnorm_kernel
 constexpr index_t channels = X::size(1) / param::groups;  // of a group

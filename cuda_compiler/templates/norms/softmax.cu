@@ -2,6 +2,7 @@
 // between the two passes; others are read twice.
 
 #include "common/reduction.cuh"
+#include "norms/exp_sum.cuh"
 
 constexpr int last = Out::rank - 1;
 constexpr index_t width = Out::size(last);
@@ -34,27 +35,18 @@ struct Logits {
     }
 };
 
-template <int N>
-__device__ __forceinline__ void put(Out::type *out, index_t column, const float (&values)[N]) {
-    if constexpr (N > 1) {
-        store_floats(out + column, values);
-    } else {
-        out[column * Out::stride(last)] = from<Out::type>(values[0]);
-    }
-}
-
 template <int N, bool logarithm>
 __device__ __forceinline__ void normalize(float (&values)[N], const ExpSum &sum) {
-    const float factor = logarithm ? logf(sum.total) : 1.0f / sum.total;
+    const Share<logarithm> share(sum);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const float distance = values[i] - sum.largest;
-        values[i] = logarithm ? distance - factor : expf(distance) * factor;
+        values[i] = share.of(values[i]);
     }
 }
 
-template <bool logarithm, typename Source>
-__device__ __forceinline__ void softmax_row(const Logits<Source> &logits, Out::type *out, Place place) {
+// `Target` has `put<N>`, which takes the elements from a column on.
+template <bool logarithm, typename Source, typename Target>
+__device__ __forceinline__ void softmax_row(const Logits<Source> &logits, const Target &out, Place place) {
     constexpr index_t packs = width / pack;
     ExpSum sum;
     float held[held_packs][pack];
@@ -76,32 +68,33 @@ __device__ __forceinline__ void softmax_row(const Logits<Source> &logits, Out::t
         logits.get(value, i);
         sum.add(value);
     }
-    sum.reduce(place);
+    sum.rescale(reduce_team<Max>(sum.largest, -FLOAT_MAX, place));
+    sum.total = reduce_sum(sum.total, place);
 #pragma unroll
     for (int turn = 0; turn < held_packs; turn++) {
         const index_t i = turn * Place::threads() + place.thread();
         if (i < packs) {
             normalize<pack, logarithm>(held[turn], sum);
-            put(out, i * pack, held[turn]);
+            out.put(held[turn], i * pack);
         }
     }
     for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {
         float values[pack];
         logits.get(values, i * pack);
         normalize<pack, logarithm>(values, sum);
-        put(out, i * pack, values);
+        out.put(values, i * pack);
     }
     for (index_t i = packs * pack + place.thread(); i < width; i += Place::threads()) {
         float value[1];
         logits.get(value, i);
         normalize<1, logarithm>(value, sum);
-        put(out, i, value);
+        out.put(value, i);
     }
 }
 
-// `Sources` has `row(number)`, a row's source.
-template <bool logarithm, typename Sources>
-__device__ __forceinline__ void softmax(const Sources &sources, const Mask::type *mask, Out::type *out) {
+// `Sources` and `Targets` have `row(number)`, a row's source or target.
+template <bool logarithm, typename Sources, typename Targets>
+__device__ __forceinline__ void softmax(const Sources &sources, const Mask::type *mask, const Targets &targets) {
     const Place place;
     if (place.row >= Out::numel / width) {
         return;
@@ -111,10 +104,10 @@ __device__ __forceinline__ void softmax(const Sources &sources, const Mask::type
     if constexpr (Mask::present) {
         logits.mask += leading_offset<Mask, last>(place.row);
     }
-    softmax_row<logarithm>(logits, out + leading_offset<Out, last>(place.row), place);
+    softmax_row<logarithm>(logits, targets.row(place.row), place);
 }
 
-#kernel softmax_kernel masked_softmax_kernel log_softmax_kernel
+#if !defined(PROLOGUE)
 struct StoredRow {
     const X::type *x;
 
@@ -133,21 +126,45 @@ struct Stored {
     __device__ __forceinline__ StoredRow row(index_t number) const { return {x + leading_offset<X, last>(number)}; }
 };
 #define PROLOGUE Stored{x}
+#endif
+
+#if !defined(EPILOGUE)
+struct ResultRow {
+    Out::type *out;
+
+    template <int N>
+    __device__ __forceinline__ void put(const float (&values)[N], index_t column) const {
+        if constexpr (N > 1) {
+            store_floats(out + column, values);
+        } else {
+            out[column * Out::stride(last)] = from<Out::type>(values[0]);
+        }
+    }
+};
+
+struct Result {
+    Out::type *out;
+    __device__ __forceinline__ ResultRow row(index_t number) const {
+        return {out + leading_offset<Out, last>(number)};
+    }
+};
+#define EPILOGUE Result{out}
+#endif
 
 #kernel softmax_kernel
-KERNEL(softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+KERNEL(softmax_kernel) { softmax<false>(PROLOGUE, mask, EPILOGUE); }
 
 #kernel masked_softmax_kernel
-KERNEL(masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+KERNEL(masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, EPILOGUE); }
 
 #kernel log_softmax_kernel
-KERNEL(log_softmax_kernel) { softmax<true>(PROLOGUE, mask, out); }
+KERNEL(log_softmax_kernel) { softmax<true>(PROLOGUE, mask, EPILOGUE); }
 
 #kernel fused_softmax_kernel
-KERNEL(fused_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+KERNEL(fused_softmax_kernel) { softmax<false>(PROLOGUE, mask, EPILOGUE); }
 
 #kernel fused_masked_softmax_kernel
-KERNEL(fused_masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+KERNEL(fused_masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, EPILOGUE); }
 
 #kernel fused_log_softmax_kernel
-KERNEL(fused_log_softmax_kernel) { softmax<true>(PROLOGUE, mask, out); }
+KERNEL(fused_log_softmax_kernel) { softmax<true>(PROLOGUE, mask, EPILOGUE); }
