@@ -43,10 +43,9 @@ def compute_where_read(plan: ExecutionPlan) -> ExecutionPlan:
             continue
         reading = sorted(readers.get(call.outputs[0].buffer, ()))
         inputs = {view.buffer for view in call.inputs}
-        overwritten = (
-            any(index < at <= reading[-1] for name in inputs for at in writers.get(name, ())) if reading else True
-        )
-        if overwritten or len(reading) > _MOST_READERS or not index < reading[0] <= reading[-1] <= index + _REACH:
+        if not 0 < len(reading) <= _MOST_READERS or not index < reading[0] <= reading[-1] <= index + _REACH:
+            continue
+        if any(index < at <= reading[-1] for name in inputs for at in writers.get(name, ())):
             continue
         again = {at: _again(call, places[at], buffers) for at in reading}
         found = {at: calls for at, calls in again.items() if calls is not None}
