@@ -14,6 +14,7 @@ constexpr int PACKS = CHANNELS / PACK;
 constexpr int LINES = THREADS / PACKS;  // pixels that a block has at a time
 constexpr int OWN_CHANNELS = (CHANNELS + blocks - 1) / blocks;
 constexpr int OWN_HIDDEN = (HIDDEN + blocks - 1) / blocks;
+constexpr int TOGETHER = 4;  // pixels that a thread multiplies at a time
 static_assert(LINES > 0 && WARP % blocks == 0, "");
 
 // Brings the rows of a matrix that a block will multiply with nearer.
@@ -126,9 +127,9 @@ WAITING_KERNEL(squeeze_excite) {
     }
     cluster_barrier();
     // As many lanes have a row as there are blocks, and each hands the factor to one of them. All lanes of a warp stay together.
-    constexpr int TOGETHER = WARP / blocks;
+    constexpr int ROWS = WARP / blocks;
 #pragma unroll 2
-    for (int i = int(threadIdx.x) / blocks; i < (OWN_CHANNELS + TOGETHER - 1) / TOGETHER * TOGETHER; i += THREADS / blocks) {
+    for (int i = int(threadIdx.x) / blocks; i < (OWN_CHANNELS + ROWS - 1) / ROWS * ROWS; i += THREADS / blocks) {
         const int mine = own * OWN_CHANNELS + i;
         const bool exists = i < OWN_CHANNELS && mine < CHANNELS;
         float sum = row_product<blocks, HIDDEN_PADDED>(excite + (exists ? mine : 0) * HIDDEN_PADDED, hidden);
@@ -146,21 +147,40 @@ WAITING_KERNEL(squeeze_excite) {
         for (int i = 0; i < PACK; i++) {
             own_factors[i] = factors[channel + i];
         }
-        // The pixels that were read last, which the caches still hold, come first.
+        // The pixels that were read last, which the caches still hold, come first; those of a turn are loaded together.
         const int steps = (end - first - line + LINES - 1) / LINES;
-#pragma unroll 8
-        for (int pixel = first + line + (steps - 1) * LINES; pixel >= first; pixel -= LINES) {
-            const index_t at = image + index_t(pixel) * CHANNELS + channel;
-            float values[PACK];
-            load_floats(values, x + at);
+        for (int last = first + line + (steps - 1) * LINES; last >= first; last -= TOGETHER * LINES) {
+            Pack<X::type, PACK> loaded[TOGETHER];
 #pragma unroll
-            for (int i = 0; i < PACK; i++) {
-                values[i] *= own_factors[i];
+            for (int k = 0; k < TOGETHER; k++) {
+                if (last - k * LINES >= first) {
+                    loaded[k] = load_pack<PACK>(x + image + index_t(last - k * LINES) * CHANNELS + channel);
+                }
             }
+            Pack<Out::type, PACK> results[TOGETHER];
+#pragma unroll
+            for (int k = 0; k < TOGETHER; k++) {
+                if (last - k * LINES >= first) {
+                    float values[PACK];
+#pragma unroll
+                    for (int i = 0; i < PACK; i++) {
+                        values[i] = to_float(loaded[k].item[i]) * own_factors[i];
+                    }
 #where epilogue
-            EPILOGUE.apply(values, blockIdx.x, unsigned(channel), unsigned(pixel));
+                    EPILOGUE.apply(values, blockIdx.x, unsigned(channel), unsigned(last - k * LINES));
 #end
-            store_floats(out + at, values);
+#pragma unroll
+                    for (int i = 0; i < PACK; i++) {
+                        results[k].item[i] = from<Out::type>(values[i]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < TOGETHER; k++) {
+                if (last - k * LINES >= first) {
+                    store_pack(out + image + index_t(last - k * LINES) * CHANNELS + channel, results[k]);
+                }
+            }
         }
     }
 }
