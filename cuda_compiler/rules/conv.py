@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, GemmLaunch, KernelForm, gemm_of, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
@@ -26,6 +27,7 @@ from npu_compiler.program.views import View
 CONSTANT_WEIGHT = "constant_weight"
 # A parameter that `absorb_epilogues` adds: the residual is added behind the activation.
 RESIDUAL_LAST = "residual_last"
+_FOLDING = ("fold", "top", "left", "fill")  # parameters of copies to channels-last
 _ONLY_OURS = ("spread", RESIDUAL_LAST, EPILOGUE)  # parameters of what libraries do not compute
 
 _BLOCK = 256
@@ -559,18 +561,21 @@ def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCal
             where the image lies in a padded one (`top`, `left`; `fill` is the value around it).
         function: Name of the kernel in `conv/conv.cu`.
     """
-    out = call.outputs[0]
+    (x,), (out,), fold = call.inputs, call.outputs, int(call.params["fold"])
     packs = BYTE_PACKS if itemsize(out.dtype) == 1 else (PACK,)
     pack = next(pack for pack in packs if is_packed(out, pack))
+    run = min(gcd(pack, fold), vector_width(x), 16 // itemsize(x.dtype))
+    while int(call.params["left"]) % run or x.shape[3] % run:
+        run //= 2
     return make.kernel(
         call,
         "conv/conv.cu",
         function=function,
-        inputs={"x": call.inputs[0]},
+        inputs={"x": x},
         outputs={"out": out},
         grid=(groups(out.numel // pack, _BLOCK), 1, 1),
         block=(_BLOCK, 1, 1),
-        constants={"pack": pack, **{name: int(call.params[name]) for name in ("fold", "top", "left", "fill")}},
+        constants={"pack": pack, "run": run, **{name: int(call.params[name]) for name in _FOLDING}},
     )
 
 

@@ -16,32 +16,43 @@ __device__ __forceinline__ Out::type packed(X::type value) { return convert<Out:
 __device__ __forceinline__ Out::type packed(X::type value) { return stored(to_float(value), 1.0f / param::out_scale); }
 
 #kernel to_channels_last quantize_to_channels_last
-// Squares of fold × fold pixels become the channels of one: channel (a * fold + b) * C + c of pixel (i, j) is channel c of
+// Squares of fold × fold pixels become the channels of one: channel (c * fold + a) * fold + b of pixel (i, j) is channel c of
 // pixel (i * fold + a - top, j * fold + b - left), or `fill` where that is no channel or outside. x has any strides; out has
-// its channels side by side, and a thread makes `pack` of them.
+// its channels side by side, and a thread makes `pack` of them. Of these, `run` at a time lie side by side in x too.
 constexpr unsigned CHANNELS = unsigned(X::size(1));
+constexpr unsigned SQUARE = fold * fold;
+constexpr index_t PIXELS = Out::size(2) * Out::size(3);
+constexpr index_t PACKS = Out::size(1) / pack;
 
 WAITING_KERNEL(PACKED) {
     const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    constexpr index_t pixels = Out::size(2) * Out::size(3);
-    const unsigned first_channel = unsigned(thread / pixels % (Out::size(1) / pack)) * pack;
-    const index_t image = thread / pixels / (Out::size(1) / pack);
+    // Neighbouring threads have neighbours in out, or in x if its channels are planes.
+    const index_t place = fold > 1 ? thread / PACKS : thread % PIXELS + thread / (PIXELS * PACKS) * PIXELS;
+    const unsigned first_channel = unsigned(fold > 1 ? thread % PACKS : thread / PIXELS % PACKS) * pack;
+    const index_t image = place / PIXELS;
     if (image >= Out::size(0)) {
         return;
     }
     begin_in_turn();
-    const unsigned row = unsigned(thread % pixels / Out::size(3));
-    const unsigned column = unsigned(thread % Out::size(3));
+    const unsigned row = unsigned(place % PIXELS / Out::size(3));
+    const unsigned column = unsigned(place % Out::size(3));
     Pack<Out::type, pack> pixel;
 #pragma unroll
-    for (int i = 0; i < pack; i++) {
-        const unsigned part = (first_channel + i) / CHANNELS;
+    for (int i = 0; i < pack; i += run) {
+        const unsigned channel = (first_channel + i) / SQUARE, part = (first_channel + i) % SQUARE;
         const unsigned from_row = row * fold + part / fold - top;  // before the first one it is a large number
         const unsigned from_column = column * fold + part % fold - left;
-        const bool exists = part < fold * fold && from_row < X::size(2) && from_column < X::size(3);
-        const index_t source = image * X::stride(0) + (first_channel + i) % CHANNELS * X::stride(1) +
-            from_row * X::stride(2) + from_column * X::stride(3);
-        pixel.item[i] = exists ? packed(x[source]) : from<Out::type>(float(fill));
+        const bool exists = channel < CHANNELS && from_row < X::size(2) && from_column < X::size(3);
+        const index_t source = image * X::stride(0) + channel * X::stride(1) + from_row * X::stride(2) +
+            from_column * X::stride(3);
+        Pack<X::type, run> values{};
+        if (exists) {
+            values = load_pack<run>(x + source);
+        }
+#pragma unroll
+        for (int j = 0; j < run; j++) {
+            pixel.item[i + j] = exists ? packed(values.item[j]) : from<Out::type>(float(fill));
+        }
     }
     store_pack<pack>(
         out + image * Out::stride(0) + first_channel + row * Out::stride(2) + column * Out::stride(3), pixel
