@@ -10,7 +10,7 @@ read by `launch_of`, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -237,7 +237,14 @@ class ConvolutionLaunch:
 
     def params(self) -> dict[str, Any]:
         others = [
-            [form.kernel, form.source, list(form.launch.grid), list(form.launch.block), form.launch.shared]
+            [
+                form.kernel,
+                form.source,
+                list(form.launch.grid),
+                list(form.launch.block),
+                form.launch.shared,
+                [each.params() for each in form.launch.maps],
+            ]
             for form in self.alternatives
         ]
         computes = {
@@ -270,20 +277,20 @@ def launch_of(call: KernelCall) -> Launch:
             return CollectiveLaunch(str(params["operation"]), int(params["elements"]), int(params["ranks"]))
         if kind is not LaunchKind.CONVOLUTION:
             launch = _kernel_launch(params["grid"], params["block"], params["shared"], kind)
-            maps = tuple(TensorMap(*map(int, each)) for each in params.get("maps", ()))
-            if any(not 0 <= each.operand < len(call.inputs) + len(call.outputs) for each in maps):
-                raise ValueError("maps of operands that it does not have")
-            return replace(launch, maps=maps)
+            return replace(launch, maps=_tensor_maps(call, params.get("maps", ())))
         described: dict[str, Any] = {
             name: tuple(value) if isinstance(value, (list, tuple)) else value
             for name, value in params["convolution"].items()
         }
         return ConvolutionLaunch(
-            _kernel_launch(params["grid"], params["block"], params["shared"]),
+            replace(
+                _kernel_launch(params["grid"], params["block"], params["shared"]),
+                maps=_tensor_maps(call, params.get("maps", ())),
+            ),
             Convolution(**described),
             tuple(
-                KernelForm(kernel, source, _kernel_launch(grid, block, shared))
-                for kernel, source, grid, block, shared in params["alternatives"]
+                KernelForm(kernel, source, replace(_kernel_launch(*sizes), maps=_tensor_maps(call, maps)))
+                for kernel, source, *sizes, maps in params["alternatives"]
             ),
             GemmLaunch(**product) if (product := params.get("product")) else None,
         )
@@ -331,6 +338,14 @@ def convolution_of(call: KernelCall) -> ConvolutionLaunch:
     launch = launch_of(call)
     assert isinstance(launch, ConvolutionLaunch), f"'{call.kernel}' is no convolution"
     return launch
+
+
+def _tensor_maps(call: KernelCall, maps: Iterable[Sequence[Any]]) -> tuple[TensorMap, ...]:
+    """The tensor maps of a kernel for a call; `ValueError` if they are of operands that the call lacks."""
+    found = tuple(TensorMap(*map(int, each)) for each in maps)
+    if any(not 0 <= each.operand < len(call.inputs) + len(call.outputs) for each in found):
+        raise ValueError("maps of operands that it does not have")
+    return found
 
 
 def _kernel_launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from cuda_compiler.elementwise.around_rows import join_around_rows
 from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
@@ -71,7 +72,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("write_in_place", write_in_place),
         ("join_routing", join_routing),
         ("join_weighted_sums", join_weighted_sums),
-        ("products_as_convolutions", products_as_convolutions),
+        ("products_as_convolutions", partial(products_as_convolutions, has_warpgroups=gpu.has_warpgroups)),
         ("round_biases", round_biases),
         ("order_operands", order_operands),
         ("form_attention", form_attention),

@@ -14,6 +14,7 @@ from math import gcd
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, GemmLaunch, KernelForm, gemm_of, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.epilogues import EPILOGUE, kernel_options
+from cuda_compiler.rules.linear_halves import linear_halves
 from cuda_compiler.rules.matmul import cublas_activates, gemm
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, REGISTERS, WARP
@@ -91,20 +92,58 @@ def tuned(
 
 def _product(call: KernelCall) -> GemmLaunch | None:
     """A convolution of single pixels as a product of cuBLASLt; None if it is none, or cuBLASLt lacks its epilogue."""
+    rows = _rows(call)
+    if rows is None or not call.params.keys().isdisjoint(_ONLY_OURS):
+        return None
+    activation = call.params["activation"]
+    if activation != "none" and (rows.residual is not None or not cublas_activates(activation, rows.out.dtype)):
+        return None
+    found = gemm(
+        call,
+        rows.x,
+        rows.weight.transpose(0, 1),
+        rows.out,
+        bias=rows.bias,
+        residual=rows.residual,
+        activation=activation,
+    )
+    return None if found is None or found.outputs[0] != rows.out else gemm_of(found)
+
+
+def _by_rows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
+    """The call of a kernel for products of many rows, if a convolution is one."""
+    rows = _rows(call)
+    if rows is None or "spread" in call.params or EPILOGUE in call.params:
+        return
+    last = RESIDUAL_LAST in call.params
+    product = linear_halves(make, call, rows.x, rows.weight, rows.bias, rows.residual, rows.out, last)
+    if product is not None:
+        yield product
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The operands of a convolution of single pixels as those of a product: x · weightᵀ."""
+
+    x: View
+    weight: View
+    bias: View | None
+    residual: View | None
+    out: View
+
+
+def _rows(call: KernelCall) -> _Rows | None:
+    """A convolution of single pixels as a product; None if it is none, or its pixels are not at equal distances."""
     x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
-    activation = call.params["activation"]
     plain = weight.shape[2:] == (1, 1) and list(call.params["stride"]) == [1, 1] and not any(call.params["padding"])
-    if not plain or call.params["groups"] > 1 or not call.params.keys().isdisjoint(_ONLY_OURS):
-        return None
-    if activation != "none" and (residual is not None or not cublas_activates(activation, out.dtype)):
+    if not plain or call.params["groups"] > 1:
         return None
     pixels, results, added = (None if view is None else _rows_of_pixels(view) for view in (x, out, residual))
     if pixels is None or results is None or (residual is not None and added is None):
         return None
-    factors = replace(weight, shape=weight.shape[1::-1], strides=weight.strides[1::-1])
-    found = gemm(call, pixels, factors, results, bias=bias, residual=added, activation=activation)
-    return None if found is None or found.outputs[0] != results else gemm_of(found)
+    factors = replace(weight, shape=weight.shape[:2], strides=weight.strides[:2])
+    return _Rows(pixels, factors, bias, added, results)
 
 
 def _rows_of_pixels(view: View) -> View | None:
@@ -129,7 +168,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
     windows, tiled = (_by_windows(make, call), _tiled(make, call, aligned)) if halves else ((), ())
-    by_tensor_cores = [*tiled, *windows] if in_groups == 1 else [*windows, *tiled]
+    by_tensor_cores = [*tiled, *windows, *_by_rows(make, call)] if in_groups == 1 else [*windows, *tiled]
     if by_tensor_cores:
         yield from by_tensor_cores
     elif call.params["direct"]:

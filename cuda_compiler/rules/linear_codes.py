@@ -21,19 +21,19 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 _FEWEST_ROWS = 17  # of x; with fewer, too much of a tile is in vain
-_FEWEST_TILES = 64  # with fewer, cuBLASLt finds more work that can be done at a time
-_THREADS = 384  # two warpgroups that multiply, one that copies
-_TILE_ROWS = 128  # of x
-_STEP_TERMS = 128
+FEWEST_TILES = 64  # with fewer, cuBLASLt finds more work that can be done at a time
+THREADS = 384  # two warpgroups that multiply, one that copies
+TILE_ROWS = 128  # of x
+_STEP_BYTES = 128  # of a row
 _WEIGHT_ROWS = (256, 192, 128)  # of a tile
-_TILE_COST = 60_000  # of a tile besides its products, in elements of the weight
+_TILE_COST = 60_000  # of a tile besides its products, in bytes of the weight
 _FEWEST_STAGES, _MOST_STAGES = 2, 7
 _BARRIER_BYTES, _OTHER_BARRIERS = 16, 16  # of a stage, and of the residual
-_STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
+STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
 
 
 @dataclass(frozen=True)
-class _Tiling:
+class Tiling:
     """The division of a product into tiles.
 
     Attributes:
@@ -60,8 +60,8 @@ def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
     dtypes = ("bfloat16",) if CODE_FORMATS[call.params["codes"]].is_float else HALF_DTYPES
     if not make.gpu.has_warpgroups or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
         return False
-    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.gpu.shared_memory)
-    if tiling is None or tiling.blocks < _FEWEST_TILES:
+    tiling = tiling_of(*(call.params[name] for name in "mnk"), False, make.gpu.shared_memory)
+    if tiling is None or tiling.blocks < FEWEST_TILES:
         return False
     bias, residual = inputs["bias"], inputs["residual"]
     addends = [view for view in (bias, residual) if view is not None]
@@ -92,11 +92,11 @@ def linear_codes(
     """
     data, residual = inputs["data"], inputs["residual"]
     (m, k), n = rows.shape, out.shape[1]
-    tiling = _tiling(m, n, k, bool(function), make.gpu.shared_memory)
+    tiling = tiling_of(m, n, k, bool(function), make.gpu.shared_memory)
     assert data is not None and tiling is not None
-    maps = {"x": _TILE_ROWS, "weight": tiling.weight_rows // 2, "out": _STORED_ROWS}
+    maps = {"x": TILE_ROWS, "weight": tiling.weight_rows // 2, "out": STORED_ROWS}
     if residual is not None:
-        maps["residual"] = _STORED_ROWS
+        maps["residual"] = STORED_ROWS
     definitions = (
         template_text("elementwise/elementwise.cuh") if function else "",
         function or "__device__ __forceinline__ float made(float a, float) { return a; }",
@@ -105,7 +105,7 @@ def linear_codes(
     )
     product = make.kernel(
         replace(call, params={**call.params, "n": n}),
-        "matmul/linear_codes.cu",
+        "matmul/linear_tiles.cu",
         function="linear_codes",
         inputs={
             "x": rows,
@@ -117,11 +117,12 @@ def linear_codes(
         },
         outputs={"out": out},
         grid=(tiling.blocks, 1, 1),
-        block=(_THREADS, 1, 1),
+        block=(THREADS, 1, 1),
         shared=tiling.shared,
         constants={
             "to_int8": not CODE_FORMATS[call.params["codes"]].is_float,
             "is_made": bool(function),
+            "residual_last": True,
             "weight_rows": tiling.weight_rows,
             "stages": tiling.stages,
             "shared": tiling.shared,
@@ -133,21 +134,22 @@ def linear_codes(
 
 
 @cache
-def _tiling(m: int, n: int, k: int, is_made: bool, shared_memory: int) -> _Tiling | None:
+def tiling_of(m: int, n: int, row_bytes: int, is_made: bool, shared_memory: int) -> Tiling | None:
     """The tiling whose busiest block finishes first; None if none fits in shared memory.
 
     Args:
+        row_bytes: Bytes of a row of either side.
         is_made: Whether the result is the product of a gate and what it multiplies, half as wide as the weight.
         shared_memory: Bytes of shared memory that a block may have.
     """
     best, least = None, math.inf
     for weight_rows in _WEIGHT_ROWS:
         width = weight_rows // 2 if is_made else weight_rows
-        rest = _TILE_ROWS * width * 2 + _OTHER_BARRIERS
-        stage = _STEP_TERMS * (_TILE_ROWS + weight_rows) + _BARRIER_BYTES
+        rest = TILE_ROWS * width * 2 + _OTHER_BARRIERS
+        stage = _STEP_BYTES * (TILE_ROWS + weight_rows) + _BARRIER_BYTES
         stages = min(_MOST_STAGES, (shared_memory - rest) // stage)
-        tiles = groups(m, _TILE_ROWS) * groups(n, width)
-        busiest = groups(tiles, MULTIPROCESSORS) * (weight_rows * k + _TILE_COST)
+        tiles = groups(m, TILE_ROWS) * groups(n, width)
+        busiest = groups(tiles, MULTIPROCESSORS) * (weight_rows * row_bytes + _TILE_COST)
         if width % _STORED_WIDTH == 0 and stages >= _FEWEST_STAGES and busiest < least:
-            best, least = _Tiling(weight_rows, stages, stages * stage + rest, min(tiles, MULTIPROCESSORS)), busiest
+            best, least = Tiling(weight_rows, stages, stages * stage + rest, min(tiles, MULTIPROCESSORS)), busiest
     return best

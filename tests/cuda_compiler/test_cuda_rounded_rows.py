@@ -341,7 +341,7 @@ def test_each_result_of_a_large_product_is_what_the_cpu_computes(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_codes, "_FEWEST_TILES", 1)
+    monkeypatch.setattr(linear_codes, "FEWEST_TILES", 1)
     ir = large(rows, n, k, behind)
     state = state_of(ir, rng)
     inputs = {

@@ -1,10 +1,10 @@
-// Products of many rows and a weight, both in bytes with a scale for each row, by warpgroups: bound by the tensor cores. With
-// what follows them: act(sum · scales + bias) + residual, or `made` of the product's first and its second half of columns. On GPUs
-// of compute capability 9.0 only.
+// Products of many rows and a weight by warpgroups, bound by the tensor cores: `linear_codes` of bytes with a scale for each row,
+// `linear_halves` of 16-bit floats. With what follows them: act(sum · scales + bias) + residual, or the same with the residual
+// inside, or `made` of the product's first and its second half of columns. On GPUs of compute capability 9.0 only.
 //
-// Blocks go through tiles of 128 rows of x and `weight_rows` rows of the weight. One thread copies, in steps of 128 terms, to a ring
-// of `stages` steps in shared memory, across tiles. Two warpgroups multiply 64 rows each, and put their results where their part
-// of the residual has been copied to while they multiplied. From there the copy engine stores them during the next tile.
+// Blocks go through tiles of 128 rows of x and `weight_rows` rows of the weight. One thread copies, in steps of 128 bytes of a row,
+// to a ring of `stages` steps in shared memory, across tiles. Two warpgroups multiply 64 rows each, and put their results where
+// their part of the residual has been copied to while they multiplied. From there the copy engine stores them during the next tile.
 //
 // Invariants
 // C1. A place of the ring is filled when all of its bytes have arrived.
@@ -14,28 +14,46 @@
 // C4. A warpgroup's results are written when the store of those before has read them, which the thread that started it knows;
 //     it then has the residual copied there, or meets the others at a barrier.
 
+#kernel linear_codes
 constexpr bool SIGNED = true;
 
 #include "common/warpgroup_bytes.cuh"
+
+using Sum = Either<to_int8, int, float>::type;
+
+#kernel linear_halves
+using Half = X::type;
+using Sum = float;
+
+#include "common/tensor_cores.cuh"
+#include "common/warpgroup.cuh"
+
+WIDE_192(HALF_PRODUCT, "+f")
+WIDE_256(HALF_PRODUCT, "+f")
+
+#kernel linear_codes linear_halves
 #include "common/tensor_maps.cuh"
 
-constexpr int step_terms = 128;
+constexpr int step_bytes = 128;  // of a row
+constexpr int row_bytes = int(X::size(1) * sizeof(X::type));
+constexpr int m = int(X::size(0));
+constexpr int n = int(Weight::size(0)) / (is_made ? 2 : 1);
 constexpr int consumers = 2;
 constexpr int tile_rows = consumers * warpgroup_rows;
 constexpr int half = weight_rows / 2;
 constexpr int width = is_made ? half : weight_rows;  // columns of the result
-constexpr int row_tiles = (int(param::m) + tile_rows - 1) / tile_rows;
-constexpr int column_tiles = (int(param::n) + width - 1) / width;
-constexpr int steps = (int(param::k) + step_terms - 1) / step_terms;
-constexpr int fragments = weight_rows / 8;       // of a warp's sums, 8 columns each
-constexpr bool is_whole = param::n % width == 0;  // all columns of all tiles exist
+constexpr int row_tiles = (m + tile_rows - 1) / tile_rows;
+constexpr int column_tiles = (n + width - 1) / width;
+constexpr int steps = (row_bytes + step_bytes - 1) / step_bytes;
+constexpr int fragments = weight_rows / 8;  // of a warp's sums, 8 columns each
+constexpr bool is_whole = n % width == 0;   // all columns of all tiles exist
 
 static_assert(THREADS == (consumers + 1) * warpgroup_threads && sizeof(Out::type) == 2, "");
-static_assert(width % slab_width == 0 && param::n % 2 == 0, "");
+static_assert(width % slab_width == 0 && n % 2 == 0, "");
 
 struct alignas(1024) Stage {
-    unsigned char x[tile_rows][step_terms];
-    unsigned char weight[2][half][step_terms];
+    unsigned char x[tile_rows][step_bytes];
+    unsigned char weight[2][half][step_bytes];
 };
 
 using Slab = Out::type[warpgroup_rows][slab_width];
@@ -63,7 +81,7 @@ struct Tile {
 };
 
 __device__ __forceinline__ void copy_tiles(Memory &memory, const TensorMap &x, const TensorMap &weight) {
-    constexpr int apart = is_made ? int(param::n) : half;  // the weight's rows of both halves
+    constexpr int apart = is_made ? n : half;  // the weight's rows of both halves
     Turn turn;
     for (Tile tile; tile.exists(); tile.advance()) {
         for (int step = 0; step < steps; step++) {
@@ -71,21 +89,29 @@ __device__ __forceinline__ void copy_tiles(Memory &memory, const TensorMap &x, c
             Barrier &filled = memory.filled[turn.stage];
             memory.free[turn.stage].wait(turn.parity ^ 1);  // C2
             expect_copies(filled, sizeof(Stage));           // C1
-            copy_box(stage.x, x, tile.row(), step * step_terms, filled);
-            copy_box(stage.weight[0], weight, tile.column(), step * step_terms, filled);
-            copy_box(stage.weight[1], weight, tile.column() + apart, step * step_terms, filled);
+            copy_box(stage.x, x, tile.row(), step * step_bytes, filled);
+            copy_box(stage.weight[0], weight, tile.column(), step * step_bytes, filled);
+            copy_box(stage.weight[1], weight, tile.column() + apart, step * step_bytes, filled);
             turn.advance();
         }
     }
 }
 
-using Sum = Either<to_int8, int, float>::type;
-
+#kernel linear_codes
 // Those of the rows and columns of which a thread has sums.
 struct Scales {
     float rows[2];
     float columns[fragments][2];
+
+    __device__ __forceinline__ float of(int fragment, int second, int j) const { return columns[fragment][j] * rows[second]; }
 };
+
+#kernel linear_halves
+struct Scales {
+    __device__ __forceinline__ float of(int, int, int) const { return 1.0f; }
+};
+
+#kernel linear_codes linear_halves
 
 // One of the warpgroups that multiply.
 struct Consumer {
@@ -126,7 +152,7 @@ struct Consumer {
             const unsigned long long right = matrix_at(shared_address(stage.weight), 0);
             begin_products();
 #pragma unroll
-            for (int part = 0; part < step_terms / 32; part++) {
+            for (int part = 0; part < step_bytes / 32; part++) {
                 multiply_shared(sums, further(left, 32 * part), further(right, 32 * part), step + part > 0);
             }
             end_of_products();
@@ -189,24 +215,26 @@ struct Consumer {
     template <typename T>
     __device__ __forceinline__ void load(float (&values)[2], const T *data, int column) const {
         const int first = column + thread % 4 * 2;
-        load_floats(values, data + (is_whole ? first : smaller(first, int(param::n) - 2)));
+        load_floats(values, data + (is_whole ? first : smaller(first, n - 2)));
     }
 
+#kernel linear_codes
     __device__ __forceinline__ Scales load_scales(const Tile &tile, const float *rows, const float *columns) const {
         Scales scales;
 #pragma unroll
         for (int second = 0; second < 2; second++) {
-            scales.rows[second] = rows[smaller(first_row(tile) + own_row(second), int(param::m) - 1)];
+            scales.rows[second] = rows[smaller(first_row(tile) + own_row(second), m - 1)];
         }
 #pragma unroll
         for (int i = 0; i < fragments; i++) {
             const bool second = is_made && i >= half / 8;
             const int column = tile.column() + 8 * (second ? i - half / 8 : i);
-            load(scales.columns[i], columns + (second ? param::n : 0), column);
+            load(scales.columns[i], columns + (second ? n : 0), column);
         }
         return scales;
     }
 
+#kernel linear_codes linear_halves
     __device__ __forceinline__ void make_results(
         const Sum (&sums)[fragments][4], const Scales &scales, const Tile &tile, const Bias::type *bias
     ) const {
@@ -230,13 +258,14 @@ struct Consumer {
                     }
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
-                        const float value = float(sums[fragment][2 * second + j]) * (scales.columns[fragment][j] * scales.rows[second]);
+                        const float value = float(sums[fragment][2 * second + j]) * scales.of(fragment, second, j);
                         if constexpr (is_made) {
                             const Sum other = sums[half / 8 + fragment][2 * second + j];
-                            const float scale = scales.columns[half / 8 + fragment][j] * scales.rows[second];
-                            values[j] = made(value, float(other) * scale);
-                        } else {
+                            values[j] = made(value, float(other) * scales.of(half / 8 + fragment, second, j));
+                        } else if constexpr (residual_last) {
                             values[j] = activate(value + biases[j]) + addends[j];
+                        } else {
+                            values[j] = activate(value + biases[j] + addends[j]);
                         }
                     }
                     Pack<Out::type, 2> pair;
@@ -249,8 +278,12 @@ struct Consumer {
     }
 };
 
-#kernel linear_codes
-WAITING_KERNEL(linear_codes) {
+// Begins with what no other kernel has made; then hands each tile to the two warpgroups. `scales(consumer, tile)` loads the scales.
+template <typename Load, typename ResidualMap>
+__device__ __forceinline__ void multiply_tiles(
+    const TensorMap &x, const TensorMap &weight, const TensorMap &out, const ResidualMap &residuals,
+    const Bias::type *bias, const Load &scales
+) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
     if (threadIdx.x < stages) {
@@ -267,7 +300,7 @@ WAITING_KERNEL(linear_codes) {
     if (warpgroup == consumers) {
         give_registers<40>();
         if (threadIdx.x % warpgroup_threads == 0) {
-            copy_tiles(memory, x_map, weight_map);
+            copy_tiles(memory, x, weight);
         }
         return;
     }
@@ -275,8 +308,8 @@ WAITING_KERNEL(linear_codes) {
     Consumer consumer{memory, warpgroup, int(threadIdx.x) % warpgroup_threads};
     int parity = 0;
     for (Tile tile; tile.exists(); tile.advance()) {
-        consumer.begin_results(tile, RESIDUAL_MAP);
-        const Scales scales = consumer.load_scales(tile, rows, columns);  // which are there when they are needed
+        consumer.begin_results(tile, residuals);
+        const Scales of_tile = scales(consumer, tile);  // which are there when they are needed
         Sum sums[fragments][4];
         consumer.multiply(sums);
         if constexpr (Residual::present) {
@@ -285,10 +318,22 @@ WAITING_KERNEL(linear_codes) {
             consumer.sync();
         }
         parity ^= 1;
-        consumer.make_results(sums, scales, tile, bias);
-        consumer.store_results(tile, out_map);
+        consumer.make_results(sums, of_tile, tile, bias);
+        consumer.store_results(tile, out);
     }
     if (consumer.thread == 0) {
         wait_for_stores<false>();
     }
+}
+
+#kernel linear_codes
+WAITING_KERNEL(linear_codes) {
+    multiply_tiles(x_map, weight_map, out_map, RESIDUAL_MAP, bias, [&](const Consumer &consumer, const Tile &tile) {
+        return consumer.load_scales(tile, rows, columns);
+    });
+}
+
+#kernel linear_halves
+WAITING_KERNEL(linear_halves) {
+    multiply_tiles(x_map, weight_map, out_map, RESIDUAL_MAP, bias, [](const Consumer &, const Tile &) { return Scales(); });
 }
