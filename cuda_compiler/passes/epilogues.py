@@ -290,9 +290,9 @@ def products_as_convolutions(plan: ExecutionPlan, has_warpgroups: bool) -> Execu
     Given:   y = gelu(matmul(x: [4096, 320], w: [1280, 320]) + b)
     Result:  y = gelu(conv2d(x: [1, 320, 4096, 1], w: [1280, 320, 1, 1]) + b)
 
-    A separate kernel for the activation would write and read the product once more. Only large products stay with
-    cuBLASLt and such a kernel, since cuBLASLt multiplies so much faster that this pays. Short products become
-    convolutions too, for which the runtime tries both.
+    A separate kernel for the activation would write and read the product once more. Only on GPUs without warpgroups do
+    large products stay with cuBLASLt and such a kernel, since cuBLASLt multiplies so much faster there that this pays.
+    Short products become convolutions too, for which the runtime tries both.
 
     Args:
         has_warpgroups: Whether the GPU has the warpgroups that our fastest kernel for products needs.
@@ -303,34 +303,22 @@ def products_as_convolutions(plan: ExecutionPlan, has_warpgroups: bool) -> Execu
 _BY_CUBLAS = ("none", "relu", "gelu_tanh")
 # Of a large GPU: FLOP/s of cuBLASLt and of our kernels, bytes/s of memory and of the cache, and bytes that stay there.
 _CUBLAS_RATE, _OWN_RATE = 720e12, 400e12
-# Of `linear_halves`: FLOP/s at best, and the terms of a product that take as long as what follows it.
-_TILES_RATE, _TILES_TERMS = 760e12, 250
 _MEMORY_RATE, _CACHE_RATE, _CACHED = 4.0e12, 8.0e12, 30e6
 _LAUNCH, _SHORT = 2e-6, 5e-6  # seconds
 
 
-def _pays_apart(m: int, n: int, k: int, own_rate: float) -> bool:
-    """Whether a cuBLASLt product and a separate activation kernel should be faster than one kernel for both.
-
-    Args:
-        own_rate: FLOP/s of that one.
-    """
+def _pays_apart(m: int, n: int, k: int) -> bool:
+    """Whether a cuBLASLt product and a separate activation kernel should be faster than one kernel for both."""
     flops, result = 2 * m * n * k, 2 * m * n
     moved = (2 * (m * k + n * k) + result) / _MEMORY_RATE
     again = 2 * result / (_CACHE_RATE if result < _CACHED else _MEMORY_RATE)
-    return max(flops / _CUBLAS_RATE, moved) + again + _LAUNCH < max(flops / own_rate, moved)
+    return max(flops / _CUBLAS_RATE, moved) + again + _LAUNCH < max(flops / _OWN_RATE, moved)
 
 
-def _multiplies_faster_apart(call: KernelCall, has_tiles: bool = False) -> bool:
-    """Whether cuBLASLt takes a product, and with a separate kernel for what follows is estimated to be faster.
-
-    Args:
-        has_tiles: Whether `linear_halves` could compute it with what follows.
-    """
+def _multiplies_faster_apart(call: KernelCall) -> bool:
+    """Whether cuBLASLt takes a product, and with a separate kernel for what follows is estimated to be faster."""
     x, out = call.inputs[0], call.outputs[0]
-    terms = x.shape[1]
-    own_rate = max(_OWN_RATE, _TILES_RATE * terms / (terms + _TILES_TERMS)) if has_tiles else _OWN_RATE
-    return out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], terms, own_rate)
+    return out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], x.shape[1])
 
 
 def _is_short(call: KernelCall) -> bool:
@@ -355,7 +343,7 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation], h
         return call
     if activation != "none" and call.params["has_residual"]:
         return call
-    if activation not in _BY_CUBLAS and _multiplies_faster_apart(call, has_warpgroups):
+    if activation not in _BY_CUBLAS and not has_warpgroups and _multiplies_faster_apart(call):
         return call
     return _convolution_of(call, buffers) or call
 

@@ -110,15 +110,13 @@ def _product(call: KernelCall) -> GemmLaunch | None:
     return None if found is None or found.outputs[0] != rows.out else gemm_of(found)
 
 
-def _by_rows(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
-    """The call of a kernel for products of many rows, if a convolution is one."""
+def _by_rows(make: Specializer, call: KernelCall) -> KernelCall | None:
+    """The call of the kernel for products of many rows; None if a convolution is none."""
     rows = _rows(call)
     if rows is None or "spread" in call.params or EPILOGUE in call.params:
-        return
+        return None
     last = RESIDUAL_LAST in call.params
-    product = linear_halves(make, call, rows.x, rows.weight, rows.bias, rows.residual, rows.out, last)
-    if product is not None:
-        yield product
+    return linear_halves(make, call, rows.x, rows.weight, rows.bias, rows.residual, rows.out, last)
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,9 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
     windows, tiled = (_by_windows(make, call), _tiled(make, call, aligned)) if halves else ((), ())
-    by_tensor_cores = [*tiled, *windows, *_by_rows(make, call)] if in_groups == 1 else [*windows, *tiled]
+    by_tensor_cores = [*tiled, *windows] if in_groups == 1 else [*windows, *tiled]
+    if (by_rows := _by_rows(make, call)) is not None:  # such large products take warps much longer than warpgroups
+        by_tensor_cores = [*(form for form in by_tensor_cores if form.kernel != "conv_tiled"), by_rows]
     if by_tensor_cores:
         yield from by_tensor_cores
     elif call.params["direct"]:
