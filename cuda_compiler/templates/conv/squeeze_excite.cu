@@ -15,7 +15,7 @@ constexpr int LINES = THREADS / PACKS;  // pixels that a block has at a time
 constexpr int OWN_CHANNELS = (CHANNELS + blocks - 1) / blocks;
 constexpr int OWN_HIDDEN = (HIDDEN + blocks - 1) / blocks;
 constexpr int TOGETHER = 4;  // pixels that a thread multiplies at a time
-static_assert(LINES > 0 && WARP % blocks == 0, "");
+static_assert(LINES > 0 && WARP % blocks == 0 && sizeof(X::type) == sizeof(Out::type), "");
 
 // Brings the rows of a matrix that a block will multiply with nearer.
 template <typename T>
@@ -157,28 +157,29 @@ WAITING_KERNEL(squeeze_excite) {
                     loaded[k] = load_pack<PACK>(x + image + index_t(last - k * LINES) * CHANNELS + channel);
                 }
             }
-            Pack<Out::type, PACK> results[TOGETHER];
+            // Each pack is replaced by its result, so that no store stands before a load.
 #pragma unroll
             for (int k = 0; k < TOGETHER; k++) {
                 if (last - k * LINES >= first) {
                     float values[PACK];
+                    to_floats(values, loaded[k]);
 #pragma unroll
                     for (int i = 0; i < PACK; i++) {
-                        values[i] = to_float(loaded[k].item[i]) * own_factors[i];
+                        values[i] *= own_factors[i];
                     }
 #where epilogue
                     EPILOGUE.apply(values, blockIdx.x, unsigned(channel), unsigned(last - k * LINES));
 #end
-#pragma unroll
-                    for (int i = 0; i < PACK; i++) {
-                        results[k].item[i] = from<Out::type>(values[i]);
-                    }
+                    from_floats(reinterpret_cast<Pack<Out::type, PACK> &>(loaded[k]), values);
                 }
             }
 #pragma unroll
             for (int k = 0; k < TOGETHER; k++) {
                 if (last - k * LINES >= first) {
-                    store_pack(out + image + index_t(last - k * LINES) * CHANNELS + channel, results[k]);
+                    store_pack(
+                        out + image + index_t(last - k * LINES) * CHANNELS + channel,
+                        reinterpret_cast<const Pack<Out::type, PACK> &>(loaded[k])
+                    );
                 }
             }
         }
