@@ -778,6 +778,7 @@ inline void store_tiles(T* sums) {
 }
 // sums[32][32] = x · panel over a multiple of kTileSteps steps; x is a plain matrix with rows x_stride values apart.
 inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
+  read_from_here_on();  // g++ is not told that tiles are loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

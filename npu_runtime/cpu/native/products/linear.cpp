@@ -1,5 +1,6 @@
 // y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
 #include "products/experts.h"
+#include "products/tiles.h"
 
 namespace npu {
 namespace {
