@@ -290,7 +290,8 @@ template <bool kNormal = false, class T>
 NPU_INLINE void store_both(T* p, int64_t distance, Vec first, Vec second) {
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
-    if (kNormal || (!any_subnormal(first) && !any_subnormal(second))) {
+    const bool normal = _kortestz_mask16_u8(subnormal_lanes(first), subnormal_lanes(second));
+    if (kNormal || __builtin_expect(normal, true)) {
       const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
       return void(std::memcpy(p, &both, sizeof(both)));
     }
