@@ -1,8 +1,6 @@
 // Convolution as a product of windows with the weight of a linear layer. Windows are multiplied where they are, a part of the
-// product for each of their pixels inside the image; or they are gathered some pixels at a time, as the matrix unit takes them.
-#include <array>
-
-#include "convolutions/channels_last.h"
+// product for each of their pixels inside the image; or a matrix unit reads them so; or they are gathered some pixels at a time.
+#include "convolutions/conv_tiles.h"
 #include "convolutions/stretches.h"
 
 namespace npu::conv {
@@ -14,28 +12,6 @@ constexpr int64_t kCopiedBytes = 512;  // of a pixel: channels of as many groups
 constexpr int64_t kBandBytes = kLanes == 16 ? 448 << 10 : 256 << 10;
 // Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
 constexpr int64_t kPanelBytes = kLanes == 16 ? 320 << 10 : 32 << 10;
-
-// The last chunk begins early enough to end with the range.
-template <class Chunk>
-NPU_INLINE void copy_chunks(const char* from, char* to, int64_t bytes) {
-  constexpr int64_t kSize = sizeof(Chunk);
-  const auto copy = [&](int64_t at) __attribute__((always_inline)) {
-    Chunk chunk;
-    std::memcpy(&chunk, from + at, kSize);
-    std::memcpy(to + at, &chunk, kSize);
-  };
-  for (int64_t i = 0; i + kSize <= bytes; i += kSize) copy(i);
-  copy(bytes - kSize);
-}
-template <class T>
-NPU_INLINE void copy_elements(const T* from, T* to, int64_t count) {
-  const int64_t bytes = count * sizeof(T);
-  const char* source = reinterpret_cast<const char*>(from);
-  char* target = reinterpret_cast<char*>(to);
-  if (bytes >= int64_t(sizeof(Vec))) copy_chunks<Vec>(source, target, bytes);
-  else if (bytes >= 16) copy_chunks<std::array<char, 16>>(source, target, bytes);
-  else for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
 
 // The windows of `count` pixels from `pixel` on, one row of k elements each. Those beyond a window stay as they are.
 template <class T>
@@ -78,18 +54,6 @@ void gather(const ChannelsLastArgs& a, const T* x, int64_t pixel, int64_t count,
       }
     }
   }
-}
-
-// The linear layer of a group, for the pixels from `pixel` on.
-template <class T>
-LinearArgs layer_of_group(const ChannelsLastArgs& a, int64_t group, int64_t pixel) {
-  LinearArgs part = a.linear;
-  const int64_t column = group * part.n;
-  part.weight = static_cast<const T*>(part.weight) + group * round_up(part.n, kPanel) * part.k;
-  if (part.bias.data) part.bias.data += column * sizeof(float);
-  for (View* view : {&part.residual, &part.out})
-    if (view->data) view->data += (pixel * view->stride[2] + column) * item_size(view->dtype);
-  return part;
 }
 
 // The split of all pixels into blocks whose windows are multiplied at once. Each block reads the whole weight, and has enough
@@ -310,6 +274,9 @@ void convolve(const ChannelsLastArgs& a) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<typename Step<T>::X, T>) {
       if (reads_in_place<T>(a)) return convolve_in_place<T>(a);
+    }
+    if constexpr (kHasTiles && std::is_same_v<T, bf16>) {
+      if (tiles_allowed() && fits_tiles(a)) return convolve_tiles(a);
     }
     convolve_images<T>(a);
   });

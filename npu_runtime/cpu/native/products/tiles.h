@@ -21,12 +21,12 @@ class TileSums {
     waits_ = true;
     next_ ^= 1;
   }
-
- private:
   void finish_waiting() {
     if (waits_) finish_(waiting_, static_cast<const float*>(sums_[next_ ^ 1]));
+    waits_ = false;
   }
 
+ private:
   const FinishBlock& finish_;
   alignas(64) float sums_[2][kTileRows * kPanel];
   int next_ = 0;
