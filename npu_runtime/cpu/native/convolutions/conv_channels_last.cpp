@@ -72,24 +72,46 @@ struct PixelBlocks {
   int64_t size(int64_t block) const { return block + 1 == count ? pixels - begin(block) : rows; }
 };
 
+// The product of the windows of `count` pixels from `first` on, gathered before, with a group's weight.
+template <class T>
+void multiply_windows(const ChannelsLastArgs& a, int64_t group, int64_t first, int64_t count, T* windows) {
+  LinearArgs part = layer_of_group<T>(a, group, first);
+  part.x.data = reinterpret_cast<char*>(windows);
+  for (View* view : {&part.x, &part.residual, &part.out}) view->size[2] = count;
+  linear(part);
+}
+
+// All windows at once. The threads share their gathering and then the product.
+template <class T>
+void convolve_together(const ChannelsLastArgs& a) {
+  const T* x = reinterpret_cast<const T*>(a.linear.x.data);
+  const int64_t pixels = a.batch * a.out_h * a.out_w, pitch = a.linear.k;
+  T* windows = operand_scratch().get<T>(pixels * pitch * sizeof(T));
+  const bool padded = a.kernel_h * a.kernel_w * a.channels < pitch;
+  for (int64_t group = 0; group < a.groups; ++group) {
+    parallel_for(pixels, rows_in_chunk(pixels, pitch), [&](int64_t begin, int64_t end, int) {
+      T* rows = windows + begin * pitch;
+      if (padded && group == 0) std::memset(rows, 0, (end - begin) * pitch * sizeof(T));
+      gather(a, x + group * a.channels, begin, end - begin, rows);
+    });
+    multiply_windows(a, group, 0, pixels, windows);
+  }
+}
+
 template <class T>
 void convolve_images(const ChannelsLastArgs& a) {
   const T* x = reinterpret_cast<const T*>(a.linear.x.data);
   const int64_t pitch = a.linear.k;
   const PixelBlocks blocks(a.batch * a.out_h * a.out_w, pitch * sizeof(T));
-  parallel_for(blocks.count, 1, [&](int64_t begin, int64_t end, int) {
+  if (blocks.count * a.groups < num_threads()) return convolve_together<T>(a);
+  parallel_for(blocks.count * a.groups, 1, [&](int64_t begin, int64_t end, int) {
     const int64_t bytes = (blocks.rows + kTileRows) * pitch * sizeof(T);
     T* windows = operand_scratch().get<T>(bytes);
     if (a.kernel_h * a.kernel_w * a.channels < pitch) std::memset(windows, 0, bytes);
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = blocks.begin(block), count = blocks.size(block);
-      for (int64_t group = 0; group < a.groups; ++group) {
-        gather(a, x + group * a.channels, first, count, windows);
-        LinearArgs part = layer_of_group<T>(a, group, first);
-        part.x.data = reinterpret_cast<char*>(windows);
-        for (View* view : {&part.x, &part.residual, &part.out}) view->size[2] = count;
-        linear(part);
-      }
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task / a.groups, group = task % a.groups, first = blocks.begin(block), count = blocks.size(block);
+      gather(a, x + group * a.channels, first, count, windows);
+      multiply_windows(a, group, first, count, windows);
     }
   });
 }
