@@ -150,6 +150,42 @@ def test_a_convolution_gathers_windows(
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "channels", "out_channels", "groups", "size", "kernel", "stride", "padding", "dilation"),
+    [
+        (1, 64, 70, 1, (28, 23), (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+        (5, 32, 64, 1, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+        (2, 96, 40, 3, (14, 14), (3, 2), (1, 1), (2, 0, 1, 3), (2, 3)),
+        (1, 256, 33, 1, (9, 10), (2, 3), (1, 1), (0, 0, 0, 0), (1, 2)),
+        (3, 64, 64, 2, (11, 40), (5, 1), (1, 1), (7, 2, 0, 0), (1, 1)),
+        (1, 32, 24, 1, (130, 129), (1, 7), (1, 1), (0, 0, 3, 3), (1, 1)),
+        (2, 64, 40, 1, (27, 30), (3, 3), (2, 2), (1, 1, 1, 1), (1, 1)),
+        (1, 128, 96, 1, (29, 31), (1, 1), (2, 2), (0, 0, 0, 0), (1, 1)),
+        (2, 32, 40, 2, (41, 50), (4, 5), (3, 2), (2, 3, 4, 1), (2, 3)),
+    ],
+)
+def test_a_convolution_of_whole_tiles_of_channels(
+    batch: int,
+    channels: int,
+    out_channels: int,
+    groups: int,
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    outs = out_channels * groups
+    for gap in (0, 3):
+        x = images(batch, channels, *size, dtype=dtype, gap=gap)
+        check(x, outs, kernel, "conv2d_channels_last", activation="relu", residual=True, in_place=True, **window)
+    check(x, outs, kernel, "conv2d_channels_last", activation="silu", residual=True, before=False, **window)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(9, 8), (17, 13), (57, 46)])
 def test_a_convolution_takes_bands_of_rows_and_several_images(

@@ -290,7 +290,8 @@ template <bool kNormal = false, class T>
 NPU_INLINE void store_both(T* p, int64_t distance, Vec first, Vec second) {
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
-    if (kNormal || (!any_subnormal(first) && !any_subnormal(second))) {
+    const bool normal = _kortestz_mask16_u8(subnormal_lanes(first), subnormal_lanes(second));
+    if (kNormal || __builtin_expect(normal, true)) {
       const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
       return void(std::memcpy(p, &both, sizeof(both)));
     }
@@ -776,21 +777,27 @@ inline void store_tiles(T* sums) {
   _tile_stored(2, sums + 16 * 32, 128);
   _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
-// sums[32][32] = x · panel over a multiple of kTileSteps steps; x is a plain matrix with rows x_stride values apart.
-inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
+// sums[32][32] = x · panel; x is a plain matrix with rows x_stride values apart. Its columns lie in `parts` places, each
+// offsets[i] values from x on, of a multiple of kTileSteps `steps` each.
+inline void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
+                                int64_t steps, float* sums) {
+  read_from_here_on();  // g++ is not told that tiles are loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t s = 0; s < steps; s += kTileSteps, x += 2 * kTileSteps, panel += 64 * kTileSteps) {
-    _tile_loadd(4, x, 2 * x_stride);
-    _tile_loadd(5, x + 16 * x_stride, 2 * x_stride);
-    _tile_loadd(6, panel, 128);
-    _tile_loadd(7, panel + 32, 128);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+  for (int64_t part = 0; part < parts; ++part) {
+    const bf16* from = x + offsets[part];
+    for (int64_t s = 0; s < steps; s += kTileSteps, from += 2 * kTileSteps, panel += 64 * kTileSteps) {
+      _tile_loadd(4, from, 2 * x_stride);
+      _tile_loadd(5, from + 16 * x_stride, 2 * x_stride);
+      _tile_loadd(6, panel, 128);
+      _tile_loadd(7, panel + 32, 128);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
   store_tiles(sums);
 }
@@ -820,10 +827,17 @@ inline void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t
 inline constexpr bool kHasTiles = false;
 inline bool tiles_allowed() { return false; }
 struct TileState {};
-void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums);
+void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
+                         int64_t steps, float* sums);
 void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps, const int32_t* start,
                          int32_t* sums);
 #endif
+
+// The same as multiply_tile_parts for an x whose columns follow each other.
+NPU_INLINE void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
+  const int64_t offset = 0;
+  multiply_tile_parts(x, x_stride, &offset, 1, panel, steps, sums);
+}
 
 // p * 2^k for an integral k, right below the normal range too.
 NPU_INLINE Vec scale_by_power(Vec p, Vec k) {

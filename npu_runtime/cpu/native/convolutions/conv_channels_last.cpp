@@ -1,8 +1,6 @@
 // Convolution as a product of windows with the weight of a linear layer. Windows are multiplied where they are, a part of the
-// product for each of their pixels inside the image; or they are gathered some pixels at a time, as the matrix unit takes them.
-#include <array>
-
-#include "convolutions/channels_last.h"
+// product for each of their pixels inside the image; or a matrix unit reads them so; or they are gathered some pixels at a time.
+#include "convolutions/conv_tiles.h"
 #include "convolutions/stretches.h"
 
 namespace npu::conv {
@@ -14,28 +12,6 @@ constexpr int64_t kCopiedBytes = 512;  // of a pixel: channels of as many groups
 constexpr int64_t kBandBytes = kLanes == 16 ? 448 << 10 : 256 << 10;
 // Of a panel, which is read anew for every few pixels: from L2, or from L1 where these are few rows of short vectors.
 constexpr int64_t kPanelBytes = kLanes == 16 ? 320 << 10 : 32 << 10;
-
-// The last chunk begins early enough to end with the range.
-template <class Chunk>
-NPU_INLINE void copy_chunks(const char* from, char* to, int64_t bytes) {
-  constexpr int64_t kSize = sizeof(Chunk);
-  const auto copy = [&](int64_t at) __attribute__((always_inline)) {
-    Chunk chunk;
-    std::memcpy(&chunk, from + at, kSize);
-    std::memcpy(to + at, &chunk, kSize);
-  };
-  for (int64_t i = 0; i + kSize <= bytes; i += kSize) copy(i);
-  copy(bytes - kSize);
-}
-template <class T>
-NPU_INLINE void copy_elements(const T* from, T* to, int64_t count) {
-  const int64_t bytes = count * sizeof(T);
-  const char* source = reinterpret_cast<const char*>(from);
-  char* target = reinterpret_cast<char*>(to);
-  if (bytes >= int64_t(sizeof(Vec))) copy_chunks<Vec>(source, target, bytes);
-  else if (bytes >= 16) copy_chunks<std::array<char, 16>>(source, target, bytes);
-  else for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
 
 // The windows of `count` pixels from `pixel` on, one row of k elements each. Those beyond a window stay as they are.
 template <class T>
@@ -80,18 +56,6 @@ void gather(const ChannelsLastArgs& a, const T* x, int64_t pixel, int64_t count,
   }
 }
 
-// The linear layer of a group, for the pixels from `pixel` on.
-template <class T>
-LinearArgs layer_of_group(const ChannelsLastArgs& a, int64_t group, int64_t pixel) {
-  LinearArgs part = a.linear;
-  const int64_t column = group * part.n;
-  part.weight = static_cast<const T*>(part.weight) + group * round_up(part.n, kPanel) * part.k;
-  if (part.bias.data) part.bias.data += column * sizeof(float);
-  for (View* view : {&part.residual, &part.out})
-    if (view->data) view->data += (pixel * view->stride[2] + column) * item_size(view->dtype);
-  return part;
-}
-
 // The split of all pixels into blocks whose windows are multiplied at once. Each block reads the whole weight, and has enough
 // pixels for the matrix unit.
 struct PixelBlocks {
@@ -108,24 +72,46 @@ struct PixelBlocks {
   int64_t size(int64_t block) const { return block + 1 == count ? pixels - begin(block) : rows; }
 };
 
+// The product of the windows of `count` pixels from `first` on, gathered before, with a group's weight.
+template <class T>
+void multiply_windows(const ChannelsLastArgs& a, int64_t group, int64_t first, int64_t count, T* windows) {
+  LinearArgs part = layer_of_group<T>(a, group, first);
+  part.x.data = reinterpret_cast<char*>(windows);
+  for (View* view : {&part.x, &part.residual, &part.out}) view->size[2] = count;
+  linear(part);
+}
+
+// All windows at once. The threads share their gathering and then the product.
+template <class T>
+void convolve_together(const ChannelsLastArgs& a) {
+  const T* x = reinterpret_cast<const T*>(a.linear.x.data);
+  const int64_t pixels = a.batch * a.out_h * a.out_w, pitch = a.linear.k;
+  T* windows = operand_scratch().get<T>(pixels * pitch * sizeof(T));
+  const bool padded = a.kernel_h * a.kernel_w * a.channels < pitch;
+  for (int64_t group = 0; group < a.groups; ++group) {
+    parallel_for(pixels, rows_in_chunk(pixels, pitch), [&](int64_t begin, int64_t end, int) {
+      T* rows = windows + begin * pitch;
+      if (padded && group == 0) std::memset(rows, 0, (end - begin) * pitch * sizeof(T));
+      gather(a, x + group * a.channels, begin, end - begin, rows);
+    });
+    multiply_windows(a, group, 0, pixels, windows);
+  }
+}
+
 template <class T>
 void convolve_images(const ChannelsLastArgs& a) {
   const T* x = reinterpret_cast<const T*>(a.linear.x.data);
   const int64_t pitch = a.linear.k;
   const PixelBlocks blocks(a.batch * a.out_h * a.out_w, pitch * sizeof(T));
-  parallel_for(blocks.count, 1, [&](int64_t begin, int64_t end, int) {
+  if (blocks.count * a.groups < num_threads()) return convolve_together<T>(a);
+  parallel_for(blocks.count * a.groups, 1, [&](int64_t begin, int64_t end, int) {
     const int64_t bytes = (blocks.rows + kTileRows) * pitch * sizeof(T);
     T* windows = operand_scratch().get<T>(bytes);
     if (a.kernel_h * a.kernel_w * a.channels < pitch) std::memset(windows, 0, bytes);
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = blocks.begin(block), count = blocks.size(block);
-      for (int64_t group = 0; group < a.groups; ++group) {
-        gather(a, x + group * a.channels, first, count, windows);
-        LinearArgs part = layer_of_group<T>(a, group, first);
-        part.x.data = reinterpret_cast<char*>(windows);
-        for (View* view : {&part.x, &part.residual, &part.out}) view->size[2] = count;
-        linear(part);
-      }
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task / a.groups, group = task % a.groups, first = blocks.begin(block), count = blocks.size(block);
+      gather(a, x + group * a.channels, first, count, windows);
+      multiply_windows(a, group, first, count, windows);
     }
   });
 }
@@ -310,6 +296,9 @@ void convolve(const ChannelsLastArgs& a) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<typename Step<T>::X, T>) {
       if (reads_in_place<T>(a)) return convolve_in_place<T>(a);
+    }
+    if constexpr (kHasTiles && std::is_same_v<T, bf16>) {
+      if (tiles_allowed() && fits_tiles(a)) return convolve_tiles(a);
     }
     convolve_images<T>(a);
   });

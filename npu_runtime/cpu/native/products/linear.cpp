@@ -1,5 +1,6 @@
 // y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
 #include "products/experts.h"
+#include "products/tiles.h"
 
 namespace npu {
 namespace {
@@ -9,40 +10,56 @@ namespace {
 template <class W>
 constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
 
+// The residuals that a loop over rows handles: none; elements of the result's type that are added before the activation; or
+// whatever there is.
+enum class Added { nothing, alike, any };
+
+// `first` and `second` are the numbers of columns in the panel's two vectors.
+template <class Out, Activation activation, Added added>
+NPU_INLINE void finish_rows(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column, int64_t first,
+                            int64_t second) {
+  constexpr float kOne = 1.0f;
+  const float* bias = reinterpret_cast<const float*>(a.bias.data);
+  const float* scale = a.row_scales ? a.row_scales + row : &kOne;
+  const int64_t scale_stride = a.row_scales ? 1 : 0, out_stride = a.out.stride[2], added_stride = a.residual.stride[2];
+  Out* out = reinterpret_cast<Out*>(a.out.data) + row * out_stride + column;
+  int64_t added_at = row * added_stride + column;
+  const auto finish_sums = [&](Vec sums, int64_t at, int64_t count) __attribute__((always_inline)) {
+    if constexpr (added == Added::alike)
+      return activate<activation>(sums + load_n(reinterpret_cast<const Out*>(a.residual.data) + at, count));
+    if (added == Added::nothing || !a.residual.data) return activate<activation>(sums);
+    const Vec more = load_any(a.residual.data, a.residual.dtype, at, count);
+    return a.residual_first ? activate<activation>(sums + more) : activate<activation>(sums) + more;
+  };
+  const Vec low_start = bias ? load_n(bias + column, first) : Vec{};
+  const Vec high_start = bias && second > 0 ? load_n(bias + column + kLanes, second) : Vec{};
+  for (; rows; --rows, tile += kPanel, scale += scale_stride, out += out_stride, added_at += added_stride) {
+    const Vec low = finish_sums(load(tile) * *scale + low_start, added_at, first);
+    if (second <= 0) {
+      store_n(out, low, first);
+      continue;
+    }
+    const Vec high = finish_sums(load(tile + kLanes) * *scale + high_start, added_at + kLanes, second);
+    if (second >= kLanes) {
+      store_both(out, kLanes, low, high);
+    } else {
+      store(out, low);
+      store_n(out + kLanes, high, second);
+    }
+  }
+}
+
+// Whole panels with usual residuals have no branches for each row: constants take their place.
 template <class Out, Activation activation>
 void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
-  const float* bias = reinterpret_cast<const float*>(a.bias.data);
-  const auto finish_rows = [&](int64_t first, int64_t second) __attribute__((always_inline)) {
-    const int64_t counts[2] = {first, second};
-    Vec start[2];
-    for (int v = 0; v < 2; ++v) start[v] = bias && counts[v] > 0 ? load_n(bias + column + v * kLanes, counts[v]) : Vec{};
-    for (int64_t r = row; r < row + rows; ++r, tile += kPanel) {
-      const int64_t at = r * a.out.stride[2] + column, added_at = r * a.residual.stride[2] + column;
-      Out* out = reinterpret_cast<Out*>(a.out.data) + at;
-      const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
-      Vec sum[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        if (counts[v] <= 0) break;
-        sum[v] = load(tile + v * kLanes) * scale + start[v];
-        if (a.residual.data) {
-          const Vec added = load_any(a.residual.data, a.residual.dtype, added_at + v * kLanes, counts[v]);
-          sum[v] = a.residual_first ? activate<activation>(sum[v] + added) : activate<activation>(sum[v]) + added;
-        } else {
-          sum[v] = activate<activation>(sum[v]);
-        }
-      }
-      if (counts[1] >= kLanes) {
-        store_both(out, kLanes, sum[0], sum[1]);
-      } else {
-        store_n(out, sum[0], counts[0]);
-        if (counts[1] > 0) store_n(out + kLanes, sum[1], counts[1]);
-      }
-    }
-  };
   const int64_t count = a.n - column;
-  if (count >= kPanel) finish_rows(kLanes, kLanes);  // constants, by which nothing needs to be compared at run time
-  else finish_rows(count, count - kLanes);
+  const bool alike = a.residual.dtype == dtype_of<Out> && (a.residual_first || activation == Activation::none);
+  if (count < kPanel || (a.residual.data && !alike))
+    finish_rows<Out, activation, Added::any>(a, tile, row, rows, column, count, count - kLanes);
+  else if (a.residual.data)
+    finish_rows<Out, activation, Added::alike>(a, tile, row, rows, column, kLanes, kLanes);
+  else
+    finish_rows<Out, activation, Added::nothing>(a, tile, row, rows, column, kLanes, kLanes);
 }
 
 }  // namespace

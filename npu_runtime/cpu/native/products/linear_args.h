@@ -141,28 +141,4 @@ void run_gated(const LinearArgs& a, const Linear& linear) {
   gate(a, row);
 }
 
-// Many rows on the matrix unit, which reads x where it is. A task is one panel, which panel_at(p) returns, and a range
-// of `task_rows` rows at least; the last block begins early enough to be whole, and leaves out the rows that another has
-// finished.
-template <class PanelAt>
-void run_tiles(const LinearArgs& a, int64_t steps, int64_t task_rows, const PanelAt& panel_at) {
-  const bf16* x = reinterpret_cast<const bf16*>(a.x.data);
-  const int64_t rows = a.x.size[2], blocks = divide_up(rows, kTileRows), panels = divide_up(a.n, kPanel);
-  const int64_t row_tasks = std::clamp<int64_t>(divide_up(8 * num_threads(), panels), divide_up(rows, task_rows), blocks);
-  const Finish finish = finish_for(a);
-  parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
-    [[maybe_unused]] const TileState state;
-    alignas(64) float sums[kTileRows * kPanel];
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t p = task % panels, row_task = task / panels;
-      const bf16* panel = panel_at(p);
-      for (int64_t b = blocks * row_task / row_tasks; b < blocks * (row_task + 1) / row_tasks; ++b) {
-        const int64_t row = b * kTileRows, first = std::min(row, rows - kTileRows);
-        multiply_tiles(x + first * a.x.stride[2], a.x.stride[2], panel, steps, sums);
-        finish(a, sums + (row - first) * kPanel, row, first + kTileRows - row, p * kPanel);
-      }
-    }
-  });
-}
-
 }  // namespace npu

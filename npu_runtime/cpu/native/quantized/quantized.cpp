@@ -3,6 +3,7 @@
 #include <string>
 
 #include "products/experts.h"
+#include "products/tiles.h"
 #include "quantized/quantized_bytes.h"
 
 namespace npu {

@@ -1,0 +1,74 @@
+// Products with packed weights on a matrix unit, whose sums wait for each other.
+#pragma once
+
+#include "products/linear_args.h"
+
+namespace npu {
+
+// Blocks of sums on their way from the matrix unit to results, which finish(block, sums) makes of them; Block says where the
+// results go. A block is finished only after the next one has been multiplied: a processor that executes instructions out
+// of order then keeps its matrix unit and its vector units busy at the same time.
+template <class Block, class FinishBlock>
+class TileSums {
+ public:
+  explicit TileSums(const FinishBlock& finish) : finish_(finish) {}
+  ~TileSums() { finish_waiting(); }
+  // Where the next block's sums go, until it is put.
+  float* next() { return sums_[next_]; }
+  void put(const Block& block) {
+    finish_waiting();
+    waiting_ = block;
+    waits_ = true;
+    next_ ^= 1;
+  }
+  void finish_waiting() {
+    if (waits_) finish_(waiting_, static_cast<const float*>(sums_[next_ ^ 1]));
+    waits_ = false;
+  }
+
+ private:
+  const FinishBlock& finish_;
+  alignas(64) float sums_[2][kTileRows * kPanel];
+  int next_ = 0;
+  bool waits_ = false;
+  Block waiting_{};
+};
+
+// Number of tasks, of that many blocks of sums each, that are claimed together: so many that most blocks are followed by
+// another, and no more than every thread gets.
+inline int64_t tile_grain(int64_t tasks, int64_t blocks) {
+  constexpr int64_t kTogether = 8;
+  const int64_t share = divide_up(tasks, num_threads());
+  return share * blocks <= kTogether ? share : divide_up(kTogether / 2, blocks);
+}
+
+// Many rows, which the matrix unit reads where they are. A task is one panel, which panel_at(p) returns, and a range
+// of `task_rows` rows at least; the last block begins early enough to be whole, and leaves out the rows that another has
+// finished.
+template <class PanelAt>
+void run_tiles(const LinearArgs& a, int64_t steps, int64_t task_rows, const PanelAt& panel_at) {
+  struct Block {
+    int64_t row, left_out, column;
+  };
+  const bf16* x = reinterpret_cast<const bf16*>(a.x.data);
+  const int64_t rows = a.x.size[2], blocks = divide_up(rows, kTileRows), panels = divide_up(a.n, kPanel);
+  const int64_t row_tasks = std::clamp<int64_t>(divide_up(8 * num_threads(), panels), divide_up(rows, task_rows), blocks);
+  const auto finish_block = [&a, finish = finish_for(a)](const Block& block, const float* sums) {
+    finish(a, sums + block.left_out * kPanel, block.row, kTileRows - block.left_out, block.column);
+  };
+  parallel_for(row_tasks * panels, tile_grain(row_tasks * panels, blocks / row_tasks), [&](int64_t begin, int64_t end, int) {
+    [[maybe_unused]] const TileState state;
+    TileSums<Block, decltype(finish_block)> sums(finish_block);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t p = task % panels, row_task = task / panels;
+      const bf16* panel = panel_at(p);
+      for (int64_t b = blocks * row_task / row_tasks; b < blocks * (row_task + 1) / row_tasks; ++b) {
+        const int64_t row = b * kTileRows, first = std::min(row, rows - kTileRows);
+        multiply_tiles(x + first * a.x.stride[2], a.x.stride[2], panel, steps, sums.next());
+        sums.put({row, row - first, p * kPanel});
+      }
+    }
+  });
+}
+
+}  // namespace npu
