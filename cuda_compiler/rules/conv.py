@@ -47,11 +47,13 @@ _WINDOW_THREADS, _WINDOW_REGISTERS = 128, 128
 _CLUSTER = 8  # blocks that share an image
 _EXCITE_BLOCK = 512  # threads of each; two blocks fit on a multiprocessor, so that sixteen images are processed at once
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
+_FORMS_BESIDE_PRODUCT = 4  # kernels that it shall, beside cuBLASLt
 ROW_BYTES = 128  # of a row of terms in a step of a tile
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    forms = list(_forms(make, call))
+    product = _product(call)
+    forms = list(_forms(make, call))[: None if product is None else _FORMS_BESIDE_PRODUCT]
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     # Layouts that cuDNN knows; our kernels have others too.
@@ -59,7 +61,7 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     is_known = x.dtype == weight.dtype and packed and is_packed(x, 1) and is_packed(out, 1)
     if not is_known and (forms[0].kernel != DEPTHWISE or len(forms) == 1):
         return forms[:1]
-    return [tuned(forms, call, is_known, _product(call))]
+    return [tuned(forms, call, is_known, product)]
 
 
 def tuned(
