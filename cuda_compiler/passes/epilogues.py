@@ -305,6 +305,7 @@ _BY_CUBLAS = ("none", "relu", "gelu_tanh")
 _CUBLAS_RATE, _OWN_RATE = 720e12, 400e12
 _MEMORY_RATE, _CACHE_RATE, _CACHED = 4.0e12, 8.0e12, 30e6
 _LAUNCH, _SHORT = 2e-6, 5e-6  # seconds
+_MOST_SHORT_ROWS = 1024
 
 
 def _pays_apart(m: int, n: int, k: int) -> bool:
@@ -330,9 +331,8 @@ def _is_short(call: KernelCall) -> bool:
     rows, terms, columns = *x.shape, out.shape[1]
     moved = rows * (terms + columns) + terms * columns
     alike = 2 * rows * terms * columns / _OWN_RATE < _SHORT and 2 * moved / _CACHE_RATE < _SHORT
-    return bool(
-        alike and rows > MOST_ROWS and not (call.params["activation"] != "none" and call.params["has_residual"])
-    )
+    takes = call.params["activation"] == "none" or not call.params["has_residual"]
+    return bool(alike and takes and MOST_ROWS < rows <= _MOST_SHORT_ROWS)
 
 
 def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation], has_warpgroups: bool) -> KernelCall:

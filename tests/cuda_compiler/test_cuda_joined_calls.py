@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_llms import step_of
+from cuda_products import products_of
 from torch import Tensor, nn
 from zoo_runs import extract
 
 import npu_compiler
 from cuda_compiler import GPU, CUDACodegenTarget
-from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, launch_of
+from cuda_compiler.cuda_program import launch_of
 from npu_compiler import CompiledProgram
 from npu_compiler.options import Stage
 
@@ -45,13 +46,6 @@ def kernels(made: CompiledProgram) -> list[str]:
     return [call.kernel for call in made.plan.calls]
 
 
-def products(made: CompiledProgram) -> list[GemmLaunch]:
-    """The products of cuBLASLt that a program may launch: those that it does, and those that are tried."""
-    launches = [launch_of(call) for call in made.plan.calls]
-    found = [launch.product if isinstance(launch, ConvolutionLaunch) else launch for launch in launches]
-    return [launch for launch in found if isinstance(launch, GemmLaunch)]
-
-
 def tokens(images: Tensor) -> Tensor:
     return images.flatten(2).transpose(1, 2)
 
@@ -65,7 +59,7 @@ def test_a_layout_change_between_a_convolution_and_a_norm_costs_nothing() -> Non
 
     made = program(block, IMAGES, conv=nn.Conv2d(32, 32, 3, padding=1), norm=nn.LayerNorm(32), linear=nn.Linear(32, 48))
     assert kernels(made)[-2] == "layernorm_kernel"
-    assert [launch.n for launch in products(made)] == [48]
+    assert [launch.n for launch in products_of(made)] == [48]
     assert "copy_kernel" not in kernels(made)
 
 
@@ -107,7 +101,7 @@ def test_a_residual_behind_a_reshape_is_the_products() -> None:
 
     made = program(block, (2, 64, 32), (2, 64, 64), linear=nn.Linear(64, 32))
     assert len(made.plan.calls) == 1
-    assert [launch.has_residual for launch in products(made)] == [True]
+    assert [launch.has_residual for launch in products_of(made)] == [True]
 
 
 def test_a_residual_that_is_written_later_stays_apart() -> None:
@@ -116,7 +110,7 @@ def test_a_residual_that_is_written_later_stays_apart() -> None:
         return first.reshape(2, 64, 32) + F.softmax(y, -1)
 
     made = program(block, (128, 64), (2, 64, 32), linear=nn.Linear(64, 32))
-    assert [launch.has_residual for launch in products(made)] == [False]
+    assert [launch.has_residual for launch in products_of(made)] == [False]
 
 
 def squeeze_excite(layers: nn.ModuleDict, x: Tensor) -> Tensor:

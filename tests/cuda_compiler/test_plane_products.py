@@ -10,13 +10,14 @@ import pytest
 import torch
 from cuda_gpu import PROBLEM, cuda_backends
 from cuda_on_cpu import EmulatedBackend
+from cuda_products import products_of
 from cuda_reference import LaidOut, ReferenceBackend
 from torch import Tensor, nn
 from zoo_runs import extract, weights_of
 
 import npu_compiler
 from cuda_compiler import GPU, CUDACodegenTarget
-from cuda_compiler.cuda_program import GemmLaunch, gemm_of
+from cuda_compiler.cuda_program import GemmLaunch
 from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Executor, NPUBuffer, load_weights
 from npu_runtime.backend import Backend
@@ -174,9 +175,9 @@ class Applied(nn.Module):
 
 
 def launches(layer: nn.Module, function: Callable[[nn.Module, Tensor], Tensor], *shape: int) -> list[GemmLaunch]:
-    """Return the products of cuBLASLt in the program of a function of a layer and a tensor."""
+    """Return the products of cuBLASLt that the program of a function of a layer and a tensor may launch."""
     program = compiled(Applied(layer, function).eval(), [torch.empty(shape)], CUDACodegenTarget())
-    return [gemm_of(call) for call in program.plan.calls if call.kernel == "cublas_gemm"]
+    return products_of(program)
 
 
 def test_a_weight_whose_rows_are_not_aligned_is_stored_with_rows_that_are() -> None:

@@ -7,13 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cuda_compiler.cuda_program import GemmLaunch
+from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, launch_of
+from npu_compiler import CompiledProgram
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View, contiguous_strides
 
 
 def view(name: str, shape: Sequence[int], dtype: str = "float32", offset: int = 0) -> View:
     return View(name, tuple(shape), contiguous_strides(tuple(shape)), offset, dtype)
+
+
+def products_of(program: CompiledProgram) -> list[GemmLaunch]:
+    """The products of cuBLASLt that a program may launch: those that it does, and those that are tried."""
+    launches = [launch_of(call) for call in program.plan.calls]
+    found = [launch.product if isinstance(launch, ConvolutionLaunch) else launch for launch in launches]
+    return [launch for launch in found if isinstance(launch, GemmLaunch)]
 
 
 GEMMS = [

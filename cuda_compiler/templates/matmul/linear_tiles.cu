@@ -278,12 +278,8 @@ struct Consumer {
     }
 };
 
-// Begins with what no other kernel has made; then hands each tile to the two warpgroups. `scales(consumer, tile)` loads the scales.
-template <typename Load, typename ResidualMap>
-__device__ __forceinline__ void multiply_tiles(
-    const TensorMap &x, const TensorMap &weight, const TensorMap &out, const ResidualMap &residuals,
-    const Bias::type *bias, const Load &scales
-) {
+// The block's memory, whose barriers are ready.
+__device__ __forceinline__ Memory &begin() {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
     if (threadIdx.x < stages) {
@@ -295,7 +291,15 @@ __device__ __forceinline__ void multiply_tiles(
     }
     show_to_products();
     __syncthreads();
-    begin_in_turn();
+    return memory;
+}
+
+// Makes all of a block's tiles. `scales(consumer, tile)` loads the scales of one.
+template <typename Load, typename ResidualMap>
+__device__ __forceinline__ void multiply_tiles(
+    Memory &memory, const TensorMap &x, const TensorMap &weight, const TensorMap &out, const ResidualMap &residuals,
+    const Bias::type *bias, const Load &scales
+) {
     const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / warpgroup_threads, 0);
     if (warpgroup == consumers) {
         give_registers<40>();
@@ -328,12 +332,18 @@ __device__ __forceinline__ void multiply_tiles(
 
 #kernel linear_codes
 WAITING_KERNEL(linear_codes) {
-    multiply_tiles(x_map, weight_map, out_map, RESIDUAL_MAP, bias, [&](const Consumer &consumer, const Tile &tile) {
+    Memory &memory = begin();
+    begin_in_turn();
+    multiply_tiles(memory, x_map, weight_map, out_map, RESIDUAL_MAP, bias, [&](const Consumer &consumer, const Tile &tile) {
         return consumer.load_scales(tile, rows, columns);
     });
 }
 
 #kernel linear_halves
 WAITING_KERNEL(linear_halves) {
-    multiply_tiles(x_map, weight_map, out_map, RESIDUAL_MAP, bias, [](const Consumer &, const Tile &) { return Scales(); });
+    Memory &memory = begin();
+    begin_in_turn();
+    multiply_tiles(
+        memory, x_map, weight_map, out_map, RESIDUAL_MAP, bias, [](const Consumer &, const Tile &) { return Scales(); }
+    );
 }
