@@ -35,6 +35,7 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan without copies whose readers can all read their source, at no more cost than the copy's target."""
     kept = {view.buffer for view in plan.output_views.values()}
     movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
+    updated = set(plan.donations.values())  # inputs in whose memory outputs are computed
     calls: list[KernelCall | None] = list(plan.calls)
     readers: dict[str, list[int]] = {}
     writers: dict[str, list[int]] = {}
@@ -49,7 +50,8 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
         reading = readers.get(target.buffer, [])
         if not reading or writers[target.buffer] != [index] or reading[0] < index:
             continue
-        if any(index < at <= reading[-1] for at in writers.get(source.buffer, ())):
+        changes = any(index < at <= reading[-1] for at in writers.get(source.buffer, ()))
+        if changes or source.buffer in updated:
             continue
         there = {at: reader for at in reading if (reader := calls[at]) is not None}
         found = {at: _reading(call, target, source) for at, call in there.items()}

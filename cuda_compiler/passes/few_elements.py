@@ -28,6 +28,7 @@ _REACH = 48  # calls between few elements and their reader
 def compute_where_read(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan without element-wise calls whose few results element-wise calls of many elements compute again."""
     kept = {view.buffer for view in plan.output_views.values()}
+    updated = set(plan.donations.values())  # inputs in whose memory outputs are computed
     buffers = dict(plan.buffers)
     places: list[list[KernelCall]] = [[call] for call in plan.calls]
     readers: dict[str, set[int]] = {}
@@ -45,7 +46,8 @@ def compute_where_read(plan: ExecutionPlan) -> ExecutionPlan:
         inputs = {view.buffer for view in call.inputs}
         if not 0 < len(reading) <= _MOST_READERS or not index < reading[0] <= reading[-1] <= index + _REACH:
             continue
-        if any(index < at <= reading[-1] for name in inputs for at in writers.get(name, ())):
+        changes = any(index < at <= reading[-1] for name in inputs for at in writers.get(name, ()))
+        if changes or not inputs.isdisjoint(updated):
             continue
         again = {at: _again(call, places[at], buffers) for at in reading}
         found = {at: calls for at, calls in again.items() if calls is not None}

@@ -120,6 +120,13 @@ def test_a_repeated_dimension_is_divided() -> None:
     assert (call.inputs[0].shape, call.inputs[0].strides) == ((2, 5, 4, 3), (4, 0, 1, 0))
 
 
+def test_a_copy_of_an_input_that_an_output_overwrites_stays() -> None:
+    source, target, out = (View(name, (2, 4), (4, 1), 0, "float32") for name in "sty")
+    plan = plan_of([source, target, target, out], ["input", "arena", "arena", "output"])
+    assert len(read_sources(plan).calls) == 1
+    assert len(read_sources(replace(plan, donations={"y": "s"})).calls) == 2
+
+
 class GroupedStatistics(nn.Module):
     """Images divided by statistics of groups of channels, as EvoNorm does, and convolved."""
 
