@@ -117,7 +117,7 @@ def _walked(view: View, shape: Shape, strides: Shape) -> View:
 
 def _in_memory_order(pick: Pick) -> Pick:
     """A pick with the dimensions of its result from the largest stride to the smallest."""
-    order = sorted(range(pick.out.rank), key=lambda dim: -pick.out.strides[dim])
+    order = pick.out.order_in_memory
     dims = tuple(replace(each, walk=each.walk.permute(order)) for each in pick.dims)
     return replace(pick, walk=pick.walk.permute(order), dims=dims, out=pick.out.permute(order))
 

@@ -19,7 +19,7 @@ from cuda_compiler.passes.view_steps import Located, divided, through
 from cuda_compiler.rules.channel_packs import is_packed
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops.reductions import REDUCTIONS
-from npu_compiler.program.kernels import Family, KernelCall
+from npu_compiler.program.kernels import Family, KernelCall, readers_and_writers
 from npu_compiler.program.placement import is_copy
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
@@ -37,18 +37,13 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
     movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
     updated = set(plan.donations.values())  # inputs in whose memory outputs are computed
     calls: list[KernelCall | None] = list(plan.calls)
-    readers: dict[str, list[int]] = {}
-    writers: dict[str, list[int]] = {}
-    for index, call in enumerate(plan.calls):
-        for views, touching in ((call.inputs, readers), (call.outputs, writers)):
-            for name in {view.buffer for view in views}:
-                touching.setdefault(name, []).append(index)
+    readers, writers = readers_and_writers(plan.calls)
     for index, copying in enumerate(calls):
         if copying is None or not is_copy(copying) or not _may_go(copying, plan, movable):
             continue
         source, target = copying.inputs[0], copying.outputs[0]
-        reading = readers.get(target.buffer, [])
-        if not reading or writers[target.buffer] != [index] or reading[0] < index:
+        reading = sorted(readers.get(target.buffer, ()))
+        if not reading or writers[target.buffer] != {index} or reading[0] < index:
             continue
         changes = any(index < at <= reading[-1] for at in writers.get(source.buffer, ()))
         if changes or source.buffer in updated:
@@ -63,7 +58,7 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
         for at, reader in moved.items():
             calls[at] = reader
             readers[target.buffer].remove(at)
-        readers[source.buffer] = sorted({*readers.get(source.buffer, ()), *moved})
+        readers.setdefault(source.buffer, set()).update(moved)
     return replace(plan, calls=[call for call in calls if call is not None])
 
 
@@ -71,19 +66,8 @@ def _may_go(copying: KernelCall, plan: ExecutionPlan, movable: set[str]) -> bool
     """Whether a copy fills a whole buffer of the arena, with values as exact as its source's."""
     source, target = copying.inputs[0], copying.outputs[0]
     exact = source.dtype == target.dtype or (source.dtype in HALF_DTYPES and target.dtype == "float32")
-    whole = prod(plan.buffers[target.buffer].alloc_shape) == target.numel
-    return exact and whole and target.buffer in movable and target.buffer != source.buffer and _is_dense(target)
-
-
-def _is_dense(view: View) -> bool:
-    """Whether the elements of a view fill an interval of memory, in any order of its dimensions."""
-    steps = sorted((stride, size) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1)
-    expected = 1
-    for stride, size in steps:
-        if stride != expected:
-            return False
-        expected *= size
-    return view.numel > 0
+    whole = prod(plan.buffers[target.buffer].alloc_shape) == target.numel > 0
+    return exact and whole and target.buffer in movable and target.buffer != source.buffer and target.is_dense
 
 
 def _reading(call: KernelCall, target: View, source: View) -> KernelCall | None:

@@ -14,7 +14,7 @@ from math import prod
 
 from cuda_compiler.op_classify import is_elementwise
 from cuda_compiler.passes.view_steps import Located, divided, through
-from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.kernels import KernelCall, readers_and_writers
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
 
@@ -31,15 +31,9 @@ def compute_where_read(plan: ExecutionPlan) -> ExecutionPlan:
     updated = set(plan.donations.values())  # inputs in whose memory outputs are computed
     buffers = dict(plan.buffers)
     places: list[list[KernelCall]] = [[call] for call in plan.calls]
-    readers: dict[str, set[int]] = {}
-    writers: dict[str, list[int]] = {}
-    for index, call in enumerate(plan.calls):
-        for view in call.inputs:
-            readers.setdefault(view.buffer, set()).add(index)
-        for view in call.outputs:
-            writers.setdefault(view.buffer, []).append(index)
+    readers, writers = readers_and_writers(plan.calls)
     for index in reversed(range(len(places))):
-        (call,) = places[index][-1:]
+        call = places[index][-1]
         if len(places[index]) > 1 or not _is_of_few(call, buffers, kept) or len(writers[call.outputs[0].buffer]) > 1:
             continue
         reading = sorted(readers.get(call.outputs[0].buffer, ()))

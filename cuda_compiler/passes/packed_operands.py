@@ -177,8 +177,7 @@ def is_channels_last(view: View) -> bool:
 
 def in_order_of_memory(call: KernelCall) -> KernelCall:
     """The element-wise call with all operands' dimensions permuted to the order of its output in memory."""
-    out = call.outputs[0]
-    order = sorted(range(out.rank), key=lambda dim: -out.strides[dim])
+    order = call.outputs[0].order_in_memory
     views = [tuple(view.permute(order) for view in side) for side in (call.inputs, call.outputs)]
     return replace(call, inputs=views[0], outputs=views[1])
 

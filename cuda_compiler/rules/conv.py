@@ -47,7 +47,7 @@ _WINDOW_THREADS, _WINDOW_REGISTERS = 128, 128
 _CLUSTER = 8  # blocks that share an image
 _EXCITE_BLOCK = 512  # threads of each; two blocks fit on a multiprocessor, so that sixteen images are processed at once
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
-_FORMS_BESIDE_PRODUCT = 4  # kernels that it shall, beside cuBLASLt
+_FORMS_BESIDE_PRODUCT = _WARPGROUP_FORMS + 1  # kernels that it shall, beside cuBLASLt; the last one may go by rows
 ROW_BYTES = 128  # of a row of terms in a step of a tile
 
 

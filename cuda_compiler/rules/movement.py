@@ -30,7 +30,7 @@ def _pad(make: Specializer, call: KernelCall) -> list[KernelCall]:
     """The call of padding, whose threads write in the order of memory, vectors along a dimension without padding."""
     pads, (out,) = list(call.params["pads"]), call.outputs
     rank, levels = out.rank, len(pads) // 2
-    order = _order_in_memory(out) if rank <= levels else list(range(rank))
+    order = out.order_in_memory if rank <= levels else list(range(rank))
     around = [pads[2 * (rank - 1 - dim) :][:2] for dim in order] if rank <= levels else []
     pads = [each for pair in reversed(around) for each in pair] + pads[2 * len(around) :]
     x, out = (view.permute(order) for view in (*call.inputs, *call.outputs))
@@ -41,16 +41,11 @@ def _pad(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _flip(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    order = _order_in_memory(call.outputs[0])
+    order = call.outputs[0].order_in_memory
     flags = [call.params["dims"][dim] for dim in order]
     params = {**call.params, "dims": flags + [0] * (len(call.params["dims"]) - len(flags))}
     views = (tuple(view.permute(order) for view in side) for side in (call.inputs, call.outputs))
     return _tensor_op(make, replace(call, inputs=next(views), outputs=next(views), params=params))
-
-
-def _order_in_memory(view: View) -> list[int]:
-    """The dimensions from the largest stride to the smallest."""
-    return sorted(range(view.rank), key=lambda dim: -view.strides[dim])
 
 
 def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:

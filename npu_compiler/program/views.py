@@ -41,8 +41,13 @@ class View:
     @property
     def is_dense(self) -> bool:
         """Whether the elements fill one stretch of memory without gaps, with the dimensions in any order."""
-        order = sorted(range(self.rank), key=lambda dim: -self.strides[dim])
+        order = self.order_in_memory
         return is_contiguous(tuple(self.shape[dim] for dim in order), tuple(self.strides[dim] for dim in order))
+
+    @property
+    def order_in_memory(self) -> list[int]:
+        """The dimensions from the largest stride to the smallest."""
+        return sorted(range(self.rank), key=lambda dim: -self.strides[dim])
 
     def dim(self, index: int) -> int:
         """A dimension number, from 0 on; negative ones count from the end."""

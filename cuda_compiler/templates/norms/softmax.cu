@@ -2,7 +2,7 @@
 // between the two passes; others are read twice.
 
 #include "common/reduction.cuh"
-#include "norms/exp_sum.cuh"
+#include "common/exp_sum.cuh"
 
 constexpr int last = Out::rank - 1;
 constexpr index_t width = Out::size(last);

@@ -2,7 +2,7 @@
 // `pack` of these columns side by side, `turns` rows of them at a time. A block has `columns` threads side by side, and for
 // each of them `walkers` that share the rows; both are powers of two. The rows are read twice.
 
-#include "norms/exp_sum.cuh"
+#include "common/exp_sum.cuh"
 
 constexpr int last = X::rank - 1;
 constexpr index_t width = X::size(last);

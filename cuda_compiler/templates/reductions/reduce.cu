@@ -6,6 +6,7 @@
 // Where results are few, `chunks` blocks take `share` items each; the one of them that is done last combines what they found. Which
 // one that is makes no difference to the result.
 
+#include "common/exp_sum.cuh"
 #include "reductions/extreme.cuh"
 
 constexpr bool whole = !is_float<X::type>::value;  // integers and booleans
@@ -173,22 +174,11 @@ struct Powers {
 };
 
 // The sum of exp(x - largest). The largest stays finite at both ends, so that -inf contributes 0 and +inf makes the sum +inf.
-struct Exponentials {
-    float largest = -FLOAT_MAX;
-    float total = 0.0f;
+struct Exponentials : ExpSum {
     __device__ __forceinline__ void add(Fetched x, index_t) {
         const float value = float(x);
         rescale(fminf(fmaxf(largest, value), FLOAT_MAX));
         total += expf(value - largest);
-    }
-    __device__ __forceinline__ void merge(Exponentials other) {
-        rescale(fmaxf(largest, other.largest));
-        other.rescale(largest);
-        total += other.total;
-    }
-    __device__ __forceinline__ void rescale(float reference) {
-        total *= expf(largest - reference);
-        largest = reference;
     }
     __device__ __forceinline__ float result() const { return largest + logf(total); }
 };
