@@ -22,14 +22,14 @@ from npu_compiler.program.views import View
 
 _FEWEST_ROWS = 17  # of x; with fewer, too much of a tile is in vain
 FEWEST_TILES = 64  # with fewer, cuBLASLt finds more work that can be done at a time
-THREADS = 384  # two warpgroups that multiply, one that copies
-TILE_ROWS = 128  # of x
+_THREADS = 384  # two warpgroups that multiply, one that copies
+_TILE_ROWS = 128  # of x
 _STEP_BYTES = 128  # of a row
 _WEIGHT_ROWS = (256, 192, 128)  # of a tile
 _TILE_COST = 60_000  # of a tile besides its products, in bytes of the weight
 _FEWEST_STAGES, _MOST_STAGES = 2, 7
 _BARRIER_BYTES, _OTHER_BARRIERS = 16, 16  # of a stage, and of the residual
-STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
+_STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,12 @@ def linear_codes(
     (m, k), n = rows.shape, out.shape[1]
     tiling = tiling_of(m, n, k, bool(function), make.gpu.shared_memory)
     assert data is not None and tiling is not None
-    maps = {"x": TILE_ROWS, "weight": tiling.weight_rows // 2, "out": STORED_ROWS}
-    if residual is not None:
-        maps["residual"] = STORED_ROWS
-    definitions = (
-        template_text("elementwise/elementwise.cuh") if function else "",
-        function or "__device__ __forceinline__ float made(float a, float) { return a; }",
-        f"#define RESIDUAL_MAP {'0' if residual is None else 'residual_map'}",
-        "",
-    )
-    product = make.kernel(
+    return tile_product(
+        make,
         replace(call, params={**call.params, "n": n}),
-        "matmul/linear_tiles.cu",
-        function="linear_codes",
-        inputs={
+        "linear_codes",
+        tiling,
+        {
             "x": rows,
             "weight": data,
             "rows": scales[0],
@@ -115,14 +107,53 @@ def linear_codes(
             "bias": inputs["bias"],
             "residual": residual,
         },
+        out,
+        {"to_int8": not CODE_FORMATS[call.params["codes"]].is_float, "residual_last": True},
+        function,
+    )
+
+
+def tile_product(
+    make: Specializer,
+    call: KernelCall,
+    function: str,
+    tiling: Tiling,
+    inputs: Mapping[str, View | None],
+    out: View,
+    constants: Mapping[str, bool],
+    joined: str = "",
+) -> KernelCall:
+    """The call of a kernel of `linear_tiles.cu`.
+
+    Args:
+        function: The kernel's name.
+        inputs: `x` [m, k], `weight` [n, k], `bias` and `residual`, and what else the kernel reads.
+        constants: Further constants of the kernel, of which `residual_last` says whether the residual is added behind
+            the activation.
+        joined: C definition of `float made(float a, float b)`, which joins the two halves of the product's columns;
+            empty for none.
+    """
+    maps = {"x": _TILE_ROWS, "weight": tiling.weight_rows // 2, "out": _STORED_ROWS}
+    if inputs["residual"] is not None:
+        maps["residual"] = _STORED_ROWS
+    definitions = (
+        template_text("elementwise/elementwise.cuh") if joined else "",
+        joined or "__device__ __forceinline__ float made(float a, float) { return a; }",
+        f"#define RESIDUAL_MAP {'residual_map' if 'residual' in maps else '0'}",
+        "",
+    )
+    product = make.kernel(
+        call,
+        "matmul/linear_tiles.cu",
+        function=function,
+        inputs=inputs,
         outputs={"out": out},
         grid=(tiling.blocks, 1, 1),
-        block=(THREADS, 1, 1),
+        block=(_THREADS, 1, 1),
         shared=tiling.shared,
         constants={
-            "to_int8": not CODE_FORMATS[call.params["codes"]].is_float,
-            "is_made": bool(function),
-            "residual_last": True,
+            **constants,
+            "is_made": bool(joined),
             "weight_rows": tiling.weight_rows,
             "stages": tiling.stages,
             "shared": tiling.shared,
@@ -145,10 +176,10 @@ def tiling_of(m: int, n: int, row_bytes: int, is_made: bool, shared_memory: int)
     best, least = None, math.inf
     for weight_rows in _WEIGHT_ROWS:
         width = weight_rows // 2 if is_made else weight_rows
-        rest = TILE_ROWS * width * 2 + _OTHER_BARRIERS
-        stage = _STEP_BYTES * (TILE_ROWS + weight_rows) + _BARRIER_BYTES
+        rest = _TILE_ROWS * width * 2 + _OTHER_BARRIERS
+        stage = _STEP_BYTES * (_TILE_ROWS + weight_rows) + _BARRIER_BYTES
         stages = min(_MOST_STAGES, (shared_memory - rest) // stage)
-        tiles = groups(m, TILE_ROWS) * groups(n, width)
+        tiles = groups(m, _TILE_ROWS) * groups(n, width)
         busiest = groups(tiles, MULTIPROCESSORS) * (weight_rows * row_bytes + _TILE_COST)
         if width % _STORED_WIDTH == 0 and stages >= _FEWEST_STAGES and busiest < least:
             best, least = Tiling(weight_rows, stages, stages * stage + rest, min(tiles, MULTIPROCESSORS)), busiest

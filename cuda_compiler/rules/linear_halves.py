@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from cuda_compiler.rules.linear_codes import FEWEST_TILES, STORED_ROWS, THREADS, TILE_ROWS, tiling_of
+from cuda_compiler.rules.linear_codes import FEWEST_TILES, tile_product, tiling_of
 from cuda_compiler.specialization.sizes import vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
-from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
 
 _PACK = 8  # elements of the 16 bytes that the copy engine moves at least
@@ -44,34 +42,8 @@ def linear_halves(
     tiling = tiling_of(m, n, k * itemsize(x.dtype), False, make.gpu.shared_memory)
     if tiling is None or tiling.blocks < FEWEST_TILES:
         return None
-    maps = {"x": TILE_ROWS, "weight": tiling.weight_rows // 2, "out": STORED_ROWS}
-    if residual is not None:
-        maps["residual"] = STORED_ROWS
-    definitions = (
-        "__device__ __forceinline__ float made(float a, float) { return a; }",
-        f"#define RESIDUAL_MAP {'0' if residual is None else 'residual_map'}",
-        "",
-    )
-    product = make.kernel(
-        call,
-        "matmul/linear_tiles.cu",
-        function="linear_halves",
-        inputs={"x": x, "weight": weight, "bias": bias, "residual": residual},
-        outputs={"out": out},
-        grid=(tiling.blocks, 1, 1),
-        block=(THREADS, 1, 1),
-        shared=tiling.shared,
-        constants={
-            "is_made": False,
-            "residual_last": residual_last,
-            "weight_rows": tiling.weight_rows,
-            "stages": tiling.stages,
-            "shared": tiling.shared,
-        },
-        definitions="\n".join(definitions),
-        maps=maps,
-    )
-    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
+    inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    return tile_product(make, call, "linear_halves", tiling, inputs, out, {"residual_last": residual_last})
 
 
 def _is_copied(matrix: View) -> bool:

@@ -22,12 +22,20 @@ ACTIVATIONS = {"gelu": nn.GELU(), "silu": nn.SiLU(), "none": nn.Identity(), "tan
 
 
 class Layer(nn.Module):
-    """A linear layer with an activation, and a residual behind or before that, if any."""
+    """A linear layer, or a convolution of single pixels, with an activation, and a residual behind or before that."""
 
-    def __init__(self, terms: int, columns: int, activation: str, residual: str, bias: bool = True) -> None:
+    def __init__(
+        self, terms: int, columns: int, activation: str, residual: str, bias: bool = True, pixels: bool = False
+    ) -> None:
         super().__init__()
-        self.linear, self.activation = nn.Linear(terms, columns, bias), ACTIVATIONS[activation]
-        self.residual = residual
+        self.linear = nn.Conv2d(terms, columns, 1, bias=bias) if pixels else nn.Linear(terms, columns, bias)
+        self.activation, self.residual = ACTIVATIONS[activation], residual
+        self.terms, self.columns, self.pixels = terms, columns, pixels
+
+    def shapes(self, rows: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the inputs, of so many rows or pixels."""
+        sizes = [self.terms, *([self.columns] if self.residual != "none" else [])]
+        return [(1, size, rows, 1) if self.pixels else (rows, size) for size in sizes]
 
     def forward(self, x: torch.Tensor, *added: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
@@ -37,9 +45,7 @@ class Layer(nn.Module):
 
 
 def compiled(layer: Layer, rows: int, dtype: torch.dtype, gpu: GPU | None = None) -> CompiledProgram:
-    terms, columns = layer.linear.in_features, layer.linear.out_features
-    shapes = [(rows, terms), *([(rows, columns)] if layer.residual != "none" else [])]
-    ir = extract_ir(layer.to(dtype), tuple(torch.zeros(shape, dtype=dtype) for shape in shapes))
+    ir = extract_ir(layer.to(dtype), tuple(torch.zeros(shape, dtype=dtype) for shape in layer.shapes(rows)))
     return npu_compiler.compile(ir, CUDACodegenTarget(gpu or GPU()))
 
 
@@ -80,10 +86,23 @@ SIZES = [  # rows, columns, terms: parts of tiles, one tile for each block, seve
 ]
 
 
+FINISHED = [("gelu", "none"), ("tanh", "inside"), ("silu", "behind")]
+
+
+@pytest.mark.parametrize(("activation", "residual"), FINISHED)
+@pytest.mark.parametrize(("rows", "columns", "terms"), SIZES, ids=str)
+def test_convolutions_of_single_pixels_are_offered_it_with_what_follows(
+    rows: int, columns: int, terms: int, activation: str, residual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_halves, "FEWEST_TILES", 1)
+    layer = Layer(terms, columns, activation, residual, pixels=True)
+    assert offered_by(compiled(layer, rows, torch.float16))[-1] == "linear_halves"
+
+
 @pytest.mark.gpu
 @NO_GPU
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("activation", "residual"), [("gelu", "none"), ("tanh", "inside"), ("silu", "behind")])
+@pytest.mark.parametrize(("activation", "residual"), FINISHED)
 @pytest.mark.parametrize(("rows", "columns", "terms"), SIZES, ids=str)
 def test_each_result_is_what_pytorch_computes(
     rows: int,
@@ -98,12 +117,10 @@ def test_each_result_is_what_pytorch_computes(
     monkeypatch.setattr(linear_halves, "FEWEST_TILES", 1)
     monkeypatch.setattr(conv, "_tiled", lambda make, call, aligned: ())
     torch.manual_seed(seed)
-    layer = Layer(terms, columns, activation, residual, bias=rows % 2 == 0)
-    inputs = [torch.randn(rows, terms), *([torch.randn(rows, columns)] if residual != "none" else [])]
-    inputs = [x.to(dtype) for x in inputs]
+    layer = Layer(terms, columns, activation, residual, bias=rows % 2 == 0, pixels=True)
+    inputs = [torch.randn(shape).to(dtype) for shape in layer.shapes(rows)]
     program = compiled(layer, rows, dtype)
-    if "linear_halves" not in offered_by(program):
-        pytest.skip("the product goes to another kernel")
+    assert offered_by(program) == ["linear_halves"]
     backend = cuda_gpu.cuda_backends()[0]
     weights = load_weights(layer.state_dict(), program, backend)
     specs = program.input_specs
