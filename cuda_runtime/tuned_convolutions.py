@@ -63,7 +63,10 @@ class TunedConvolutions:
         return [chosen] if isinstance(chosen, KernelCall) and not _is_product(chosen) else []
 
     def products(self, call: KernelCall) -> list[KernelCall]:
-        """The product of cuBLASLt that may be launched for a convolution, in a list; `kernels` says how long."""
+        """The product of cuBLASLt that may be launched for a convolution, in a list.
+
+        Before a choice, it is the one that will be tried, if any; after it, the list is empty unless that was chosen.
+        """
         chosen, product = self._choice(call), product_of(call)
         return [product] if product is not None and (chosen is None or _is_product(chosen)) else []
 

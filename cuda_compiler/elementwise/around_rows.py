@@ -16,7 +16,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
 
-from cuda_compiler.elementwise.grouping import MAX_READS, Group, place_of, walks_side_by_side
+from cuda_compiler.elementwise.grouping import (
+    MAX_READS,
+    Group,
+    place_of,
+    readers_and_writers_of,
+    walks_side_by_side,
+)
 from cuda_compiler.rules.columns import is_by_columns
 from cuda_compiler.rules.fused_rows import holds_rows
 from cuda_compiler.rules.norms import ROW_KERNELS
@@ -45,10 +51,7 @@ def _join_prologues(groups: Sequence[Group], inner: Collection[str], private: Co
         private: As in `join_around_rows`.
     """
     left: list[Group | None] = list(groups)
-    writers: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        for name in group.written_buffers:
-            writers.setdefault(name, []).append(index)
+    _, writers = readers_and_writers_of(groups)
     for index, group in enumerate(groups):
         if not _is_over_rows(group) or not holds_rows(group.calls[0], has_prologue=True):
             continue

@@ -109,6 +109,17 @@ class Part:
     high: int
 
 
+def readers_and_writers_of(groups: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Buffer → the indices of the groups that read it, and buffer → those of the groups that write it."""
+    readers: dict[str, list[int]] = {}
+    writers: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for names, touching in ((group.read_buffers, readers), (group.written_buffers, writers)):
+            for name in names:
+                touching.setdefault(name, []).append(index)
+    return readers, writers
+
+
 def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
     """Fuse greedily: each element-wise call joins the nearest earlier group that it shares a value with.
 

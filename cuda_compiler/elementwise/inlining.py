@@ -15,7 +15,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, merge, place_of
+from cuda_compiler.elementwise.grouping import (
+    MAX_CALLS,
+    MAX_READS,
+    Group,
+    Part,
+    merge,
+    place_of,
+    readers_and_writers_of,
+)
 from cuda_compiler.elementwise.picks import Pick, is_pick, pick_of
 from cuda_compiler.rules.movement import is_transposing
 from npu_compiler.program.elementwise import elementwise_kernel
@@ -34,7 +42,7 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
     """
     groups, origins = _copying_apart(groups, private)
     left: list[Group | None] = list(groups)
-    readers, writers = _readers_and_writers(groups)
+    readers, writers = readers_and_writers_of(groups)
     for index, group in enumerate(groups):
         if not group.is_elementwise:
             continue
@@ -66,7 +74,7 @@ def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[l
     Returns:
         The groups, and the index of each such copy → that of the rest of its group.
     """
-    readers, writers = _readers_and_writers(groups)
+    readers, writers = readers_and_writers_of(groups)
     rests, before = list(groups), defaultdict[int, list[tuple[Group, int]]](list)
     for index, group in enumerate(groups):
         rest = group.calls
@@ -91,17 +99,6 @@ def _copying_apart(groups: Sequence[Group], private: Collection[str]) -> tuple[l
         moved_to.append(len(parted))
         parted.append(group)
     return parted, origins
-
-
-def _readers_and_writers(groups: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Buffer → the indices of the groups that read it, and buffer → those of the groups that write it."""
-    readers: dict[str, list[int]] = {}
-    writers: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        for names, touching in ((group.read_buffers, readers), (group.written_buffers, writers)):
-            for name in names:
-                touching.setdefault(name, []).append(index)
-    return readers, writers
 
 
 def _rejoin(left: list[Group | None], origins: Mapping[int, int]) -> None:

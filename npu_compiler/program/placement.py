@@ -156,8 +156,8 @@ class _Placing:
     def unite(self, index: int) -> None:
         """Make one buffer of the source and the target of the copy at `index`, and drop the copy, if that is possible.
 
-        The copied elements must have the same place in both, and nothing else may be written there. All of the source
-        is written before anything else of the target, and what of it that overwrites is not read any more.
+        The copied elements must have the same place in both, and nothing else may be written there. Other calls must
+        write the target only after all of the source is written, and only over elements that nothing reads any more.
         """
         copy = self._at(index)
         source, target = copy.inputs[0], copy.outputs[0]
