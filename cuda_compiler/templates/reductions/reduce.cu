@@ -6,23 +6,12 @@
 // Where results are few, `chunks` blocks take `share` items each; the one of them that is done last combines what they found. Which
 // one that is makes no difference to the result.
 
-#include "common/exp_sum.cuh"
-#include "reductions/extreme.cuh"
+#include "reductions/states.cuh"
 
 constexpr bool whole = !is_float<X::type>::value;  // integers and booleans
 constexpr int results = along ? 1 : pack;          // of a thread
 constexpr int run = along ? pack : 1;              // elements of a result to an access
 constexpr int last = X::rank - 1;
-
-using Fetched = Either<whole, int, float>::type;
-
-__device__ __forceinline__ Fetched fetched(X::type value) {
-    if constexpr (whole) {
-        return to_int(value);
-    } else {
-        return to_float(value);
-    }
-}
 
 __device__ constexpr index_t size_of(int first, int end) {
     index_t size = 1;
@@ -59,217 +48,81 @@ __device__ __forceinline__ index_t item_offset(index_t item) {
     return offset + item * X::stride(kept_dims) * (kept_dims == last ? run : 1);
 }
 
-// What a thread knows of some elements of a result: `add` takes one more and its number, `merge` what another thread knows, and
-// `result` is the reduction. Integers wrap around, as PyTorch's do when they are stored in 32 bits.
-using Wrapping = Either<whole, unsigned, float>::type;
-
-struct Total {
-    Wrapping value = 0;
-    __device__ __forceinline__ void add(Fetched x, index_t) { value += Wrapping(x); }
-    __device__ __forceinline__ void merge(const Total &other) { value += other.value; }
-    __device__ __forceinline__ Fetched result() const { return Fetched(value); }
+// The reduction, as its states need to know it.
+struct Of {
+    static constexpr bool integers = whole;
+    static constexpr index_t count = ::count;
+    static constexpr float correction = param::correction;
+    static constexpr float order = param::order;
 };
+using Fetched = Element<Of>;
 
-struct Mean {
-    float value = 0.0f;
-    __device__ __forceinline__ void add(Fetched x, index_t) { value += float(x); }
-    __device__ __forceinline__ void merge(const Mean &other) { value += other.value; }
-    __device__ __forceinline__ float result() const { return value / float(count); }
-};
-
-struct Factors {
-    Wrapping value = 1;
-    __device__ __forceinline__ void add(Fetched x, index_t) { value *= Wrapping(x); }
-    __device__ __forceinline__ void merge(const Factors &other) { value *= other.value; }
-    __device__ __forceinline__ Fetched result() const { return Fetched(value); }
-};
-
-// The mean so far, and the sum of the squares of the distances from it.
-struct Variance {
-    float number = 0.0f;
-    float mean = 0.0f;
-    float squares = 0.0f;
-    __device__ __forceinline__ void add(Fetched x, index_t) {
-        const Fetched one[] = {x};
-        add_all(one);
+__device__ __forceinline__ Fetched fetched(X::type value) {
+    if constexpr (whole) {
+        return to_int(value);
+    } else {
+        return to_float(value);
     }
-    // Takes `few` elements with one division.
-    template <int few>
-    __device__ __forceinline__ void add_all(const Fetched (&x)[few]) {
-        Variance of_few;
-#pragma unroll
-        for (int i = 0; i < few; i++) {
-            of_few.mean += float(x[i]) * (1.0f / few);
-        }
-#pragma unroll
-        for (int i = 0; i < few; i++) {
-            const float distance = float(x[i]) - of_few.mean;
-            of_few.squares = fmaf(distance, distance, of_few.squares);
-        }
-        of_few.number = float(few);
-        merge(of_few);
-    }
-    __device__ __forceinline__ void merge(const Variance &other) {
-        if (other.number > 0.0f) {
-            const float both = number + other.number, distance = other.mean - mean;
-            mean = fmaf(distance, other.number / both, mean);
-            squares += other.squares + distance * distance * (number * other.number / both);
-            number = both;
-        }
-    }
-    __device__ __forceinline__ float result() const { return squares / fmaxf(float(count) - param::correction, 0.0f); }
-};
-
-__device__ constexpr bool is_variance(const Variance *) { return true; }
-__device__ constexpr bool is_variance(const void *) { return false; }
-
-struct Deviation : Variance {
-    __device__ __forceinline__ void merge(const Deviation &other) { Variance::merge(other); }
-    __device__ __forceinline__ float result() const { return sqrtf(Variance::result()); }
-};
-
-template <bool least>
-struct Best : Extreme<least, Fetched> {
-    __device__ __forceinline__ Fetched result() const { return this->value(); }
-};
-
-template <bool least>
-struct Place : Extreme<least, Fetched> {
-    __device__ __forceinline__ int result() const { return int(this->index); }
-};
-
-struct NonZeros {
-    unsigned value = 0;
-    __device__ __forceinline__ void add(Fetched x, index_t) { value += x != 0; }
-    __device__ __forceinline__ void merge(const NonZeros &other) { value += other.value; }
-    __device__ __forceinline__ float result() const { return float(value); }
-};
-
-struct Any : NonZeros {
-    __device__ __forceinline__ int result() const { return value != 0; }
-};
-
-struct All : NonZeros {
-    __device__ __forceinline__ int result() const { return value == count; }
-};
-
-template <bool least>
-struct Magnitude : Extreme<least, Fetched> {
-    __device__ __forceinline__ void add(Fetched x, index_t i) {
-        Extreme<least, Fetched>::add(Fetched(fabsf(float(x))), i);
-    }
-    __device__ __forceinline__ float result() const { return float(this->value()); }
-};
-
-struct Powers {
-    float value = 0.0f;
-    __device__ __forceinline__ void add(Fetched x, index_t) {
-        const float magnitude = fabsf(float(x));
-        value += param::order == 1.0f ? magnitude : param::order == 2.0f ? magnitude * magnitude : powf(magnitude, param::order);
-    }
-    __device__ __forceinline__ void merge(const Powers &other) { value += other.value; }
-    __device__ __forceinline__ float result() const {
-        return param::order == 1.0f ? value : param::order == 2.0f ? sqrtf(value) : powf(value, 1.0f / param::order);
-    }
-};
-
-// The sum of exp(x - largest). The largest stays finite at both ends, so that -inf contributes 0 and +inf makes the sum +inf.
-struct Exponentials : ExpSum {
-    __device__ __forceinline__ void add(Fetched x, index_t) {
-        const float value = float(x);
-        rescale(fminf(fmaxf(largest, value), FLOAT_MAX));
-        total += expf(value - largest);
-    }
-    __device__ __forceinline__ float result() const { return largest + logf(total); }
-};
+}
 
 #kernel sum_kernel
 #define REDUCTION sum_kernel
-using State = Total;
+using State = Total<Of>;
 
 #kernel prod_kernel
 #define REDUCTION prod_kernel
-using State = Factors;
+using State = Factors<Of>;
 
 #kernel mean_kernel
 #define REDUCTION mean_kernel
-using State = Mean;
+using State = Mean<Of>;
 
 #kernel var_kernel
 #define REDUCTION var_kernel
-using State = Variance;
+using State = Variance<Of>;
 
 #kernel std_kernel
 #define REDUCTION std_kernel
-using State = Deviation;
+using State = Deviation<Of>;
 
 #kernel max_kernel
 #define REDUCTION max_kernel
-using State = Best<false>;
+using State = Greatest<Of>;
 
 #kernel min_kernel
 #define REDUCTION min_kernel
-using State = Best<true>;
+using State = Least<Of>;
 
 #kernel argmax_kernel
 #define REDUCTION argmax_kernel
-using State = Place<false>;
+using State = Position<false, Of>;
 
 #kernel argmin_kernel
 #define REDUCTION argmin_kernel
-using State = Place<true>;
+using State = Position<true, Of>;
 
 #kernel any_kernel
 #define REDUCTION any_kernel
-using State = Any;
+using State = Any<Of>;
 
 #kernel all_kernel
 #define REDUCTION all_kernel
-using State = All;
+using State = All<Of>;
 
 #kernel norm_kernel
 #define REDUCTION norm_kernel
-constexpr bool limit = param::order > FLOAT_MAX || param::order < -FLOAT_MAX;
-using Limit = Magnitude<(param::order < 0.0f)>;
-using State = Either<limit, Limit, Either<param::order == 0.0f, NonZeros, Powers>::type>::type;
+using State = Norm<Of>;
 
 #kernel logsumexp_kernel
 #define REDUCTION logsumexp_kernel
-using State = Exponentials;
+using State = Exponentials<Of>;
 
 #kernel sum_kernel prod_kernel mean_kernel var_kernel std_kernel max_kernel min_kernel argmax_kernel argmin_kernel any_kernel all_kernel norm_kernel logsumexp_kernel
-constexpr int words = sizeof(State) / 4;
+constexpr int words = words_of<State>;
 constexpr int step = by_walkers ? 1 : columns;                 // from a walker's lane to the next one's
 constexpr int near = step < WARP ? smaller(walkers, WARP / step) : 1;  // walkers of a result in one warp
 constexpr int slots = columns * results;                       // results of a block
-constexpr bool of_variances = is_variance((const State *)nullptr);
 static_assert(words <= most_words, "");
-
-__device__ __forceinline__ State read(const unsigned *from_place) {
-    State state;
-#pragma unroll
-    for (int i = 0; i < words; i++) {
-        reinterpret_cast<unsigned *>(&state)[i] = from_place[i];
-    }
-    return state;
-}
-
-__device__ __forceinline__ void write(unsigned *to, const State &state) {
-#pragma unroll
-    for (int i = 0; i < words; i++) {
-        to[i] = reinterpret_cast<const unsigned *>(&state)[i];
-    }
-}
-
-__device__ __forceinline__ State of_lane(const State &state, int distance) {
-    State other;
-#pragma unroll
-    for (int i = 0; i < words; i++) {
-        const unsigned word = reinterpret_cast<const unsigned *>(&state)[i];
-        reinterpret_cast<unsigned *>(&other)[i] = __shfl_xor_sync(0xffffffffu, word, distance);
-    }
-    return other;
-}
 
 // Hands what all walkers know of each result of the block to `take(slot, state)`, in one thread each.
 template <typename Take>
@@ -286,38 +139,29 @@ __device__ __forceinline__ void combine(State (&own)[results], int column, int w
     if (walker % near == 0) {
 #pragma unroll
         for (int j = 0; j < results; j++) {
-            write(parts[walker / near][column * results + j], own[j]);
+            write_state(parts[walker / near][column * results + j], own[j]);
         }
     }
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots; slot += THREADS) {
-        State state = read(parts[0][slot]);
+        State state = read_state<State>(parts[0][slot]);
 #pragma unroll
         for (int i = 1; i < walkers / near; i++) {
-            state.merge(read(parts[i][slot]));
+            state.merge(read_state<State>(parts[i][slot]));
         }
         take(slot, state);
     }
 }
 
-// Adds what `together` accesses have found of a result to its state, where that needs fewer steps than element by element.
+// Adds what `together` accesses have found of a result to its state.
 template <int together>
-__device__ __forceinline__ void add_found(Variance &own, const Pack<X::type, pack> (&values)[together], int j, index_t) {
-    Fetched found[together * run];
+__device__ __forceinline__ void add_found(State &own, const Pack<X::type, pack> (&values)[together], int j, index_t item) {
+    Fetched found[together][run];
 #pragma unroll
     for (int i = 0; i < together * run; i++) {
-        found[i] = fetched(values[i / run].item[along ? i % run : j]);
+        found[i / run][i % run] = fetched(values[i / run].item[along ? i % run : j]);
     }
-    own.add_all(found);
-}
-
-template <int together, typename S>
-__device__ __forceinline__ void add_found(S &own, const Pack<X::type, pack> (&values)[together], int j, index_t item) {
-#pragma unroll
-    for (int i = 0; i < together * run; i++) {
-        const index_t at = item + i / run * walkers;
-        own.add(fetched(values[i / run].item[along ? i % run : j]), along ? at * run + i % run : at);
-    }
+    add_some(own, found, along ? item * run : item, walkers);
 }
 
 // Adds `together` accesses from `item` on, `walkers` apart, to what a thread knows.
@@ -330,8 +174,7 @@ __device__ __forceinline__ void accumulate_some(State (&own)[results], const X::
     }
 #pragma unroll
     for (int j = 0; j < results; j++) {
-        Either<of_variances, Variance, State>::type &known = own[j];
-        add_found<together>(known, values, j, item);
+        add_found<together>(own[j], values, j, item);
     }
 }
 
@@ -393,7 +236,7 @@ KERNEL(REDUCTION) {
         } else {
             unsigned *found = (unsigned *)partial + block * chunks * slots * words;
             combine(own, column, walker, [&](int slot, const State &state) {
-                write(found + (chunk * slots + slot) * words, state);
+                write_state(found + (chunk * slots + slot) * words, state);
                 __threadfence();
             });
             __shared__ bool is_last;
@@ -415,7 +258,7 @@ KERNEL(REDUCTION) {
                     for (int word = 0; word < words; word++) {
                         seen[word] = __ldcg(found + (i * slots + column * results + j) * words + word);
                     }
-                    own[j].merge(read(seen));
+                    own[j].merge(read_state<State>(seen));
                 }
             }
             combine(own, column, walker, put);
