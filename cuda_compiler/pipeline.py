@@ -9,6 +9,7 @@ from functools import partial
 from cuda_compiler.elementwise.around_rows import join_around_rows
 from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
 from cuda_compiler.elementwise.inlining import inline_reads
+from cuda_compiler.elementwise.joined_reductions import join_reductions
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.attention_operands import form_attention
 from cuda_compiler.passes.biases import round_biases
@@ -35,6 +36,7 @@ from cuda_compiler.passes.weighted_sums import join_weighted_sums
 from cuda_compiler.passes.widened_keys import read_unwidened_keys
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.fused_rows import rows_with_groups
+from cuda_compiler.rules.joined_reductions import reductions_with_groups
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.rules.table import expand
@@ -112,7 +114,8 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     """
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
-    groups = join_neighbours(join_around_rows(inline_reads(find_groups(plan.calls), private), private))
+    groups = join_reductions(inline_reads(find_groups(plan.calls), private))
+    groups = join_neighbours(join_around_rows(groups, private))
     calls = _generate(groups, plan, make, read_later)
     prologue = [*plan.prologue, *make.ahead]
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
@@ -140,7 +143,7 @@ def _generate(
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
         call, is_fused = group.calls[0], group.prologue is not None or group.epilogue is not None
-        if not (group.is_elementwise or is_fused):
+        if not (group.is_elementwise or is_fused or group.rows is not None):
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
@@ -150,7 +153,9 @@ def _generate(
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
-        if is_fused and stored:
+        if group.rows is not None:
+            calls.append(reductions_with_groups(make, group, stored))
+        elif is_fused and stored:
             calls.append(rows_with_groups(make, group, stored))
         elif stored:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"

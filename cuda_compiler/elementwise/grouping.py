@@ -38,9 +38,24 @@ def place_of(view: View) -> Place:
     return Place(view.buffer, view.dtype, view.offset, tuple(sizes), tuple(strides))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows over which a group's reductions go: which elements, by their numbers in the group's order, form each.
+
+    Attributes:
+        kept: A view of no buffer, whose element of a row-major number is the number of that row's first element.
+        reduced: One whose elements are the distances from there to each element of a row.
+        operands: The operand of each reduction in order, as a view by the elements' numbers.
+    """
+
+    kept: View
+    reduced: View
+    operands: tuple[View, ...]
+
+
 @dataclass(eq=False)
 class Group:
-    """Calls that one kernel runs in order; a call that is not element-wise is a group of its own.
+    """Calls that one kernel runs in order; one neither element-wise nor a reduction with such is a group of its own.
 
     Attributes:
         reads: The views that the calls read, each `Place` once; the group's own results stay in registers.
@@ -49,6 +64,7 @@ class Group:
             memory; None where every operand is read.
         epilogue: The group that takes the result of a call over rows, without reading it from memory, before anything
             is stored; None where only that result is.
+        rows: The rows of the reductions among the calls, whose other calls are element-wise; None without any such.
         inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
@@ -58,6 +74,7 @@ class Group:
     inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     prologue: Group | None = None
     epilogue: Group | None = None
+    rows: Rows | None = None
 
     def __post_init__(self) -> None:
         self.inner_loads = [
@@ -68,8 +85,8 @@ class Group:
         ]
         self.read_buffers = {view.buffer for view in self.loads}
         self.written_buffers = {view.buffer for view in self.writes}
-        self.is_elementwise = is_elementwise(self.calls[0])
-        self.numel = self.calls[0].outputs[0].numel
+        self.is_elementwise = self.rows is None and all(map(is_elementwise, self.calls[:1]))
+        self.numel = next((call.outputs[0].numel for call in self.calls), 0)
 
     @property
     def loads(self) -> list[View]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Part, Place, place_of
@@ -36,7 +37,7 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     width = _vector_width(group, stored)
     threads = -(-group.numel // width)
     block = min(_BLOCK, WARP * groups(threads, WARP))
-    name = _function_name(group)
+    name = function_name(group)
     text = _source(group, stored, width, block, name)
     last = group.calls[-1]
     launch = KernelLaunch(check_grid((groups(threads, block), 1, 1), last), (block, 1, 1), 0)
@@ -52,10 +53,16 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     )
 
 
-def _function_name(group: Group) -> str:
-    name = "_".join(ELEMENTWISE_KERNELS[call.kernel].op.name for call in group.calls)
+def function_name(group: Group) -> str:
+    """The name of a group's kernel, which tells what it computes."""
+    name = "_".join(_short_name(call) for call in group.calls)
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME].rstrip('_')}_{len(group.calls)}"
     return f"{name}_kernel" if len(group.calls) == 1 else f"fused_{name}"
+
+
+def _short_name(call: KernelCall) -> str:
+    decl = ELEMENTWISE_KERNELS.get(call.kernel)
+    return call.kernel.removesuffix("_kernel") if decl is None else decl.op.name
 
 
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
@@ -104,7 +111,7 @@ class _Body:
         values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
     """
 
-    inputs: dict[View, str]
+    inputs: Mapping[View, str]
     functions: dict[str, str] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
     lane: list[str] = field(default_factory=list)
@@ -134,6 +141,9 @@ def group_text(
     bound: str = "",
     result: View | None = None,
     given: View | None = None,
+    variables: Mapping[Place, str] = MappingProxyType({}),
+    names: Mapping[View, str] | None = None,
+    functions: dict[str, str] | None = None,
 ) -> GroupText:
     """The C text that computes `width` elements of a group.
 
@@ -142,15 +152,20 @@ def group_text(
         bound: The C expression of the number of elements, an upper bound of `width`; empty means `width`.
         result: The written view whose elements are put into the array `values` too; None for none.
         given: The view, not among the group's reads, whose elements are in the array `values`; None for none.
+        variables: Place that the calls read, not among the group's reads → the float variable that is all its elements.
+        names: View that is loaded → the name of its argument; None numbers those of the group.
+        functions: Definition of a function that others of the kernel's groups need too → its name; it gets those of
+            this group.
     """
     bound = bound or str(width)
     written = {view.buffer for view in stored}
-    inputs = {view: f"in{index}" for index, view in enumerate(group.loads)}
+    inputs = names or {view: f"in{index}" for index, view in enumerate(group.loads)}
     arguments = [
         f"const {TYPES[view.dtype]} *{'' if view.buffer in written else '__restrict__ '}{name}"
         for view, name in inputs.items()
     ]
-    body = _Body(inputs)
+    body = _Body(inputs, {} if functions is None else functions)
+    body.values |= {place: (name, False) for place, name in variables.items()}
     for index, view in enumerate(group.reads):
         pick = _pick_of_vectors(group, view, width)
         if pick is not None:
