@@ -1,10 +1,11 @@
-"""Joins reductions of rows with the element-wise groups around them, so that one kernel reads each row and applies the result.
+"""Joins reductions of rows with the element-wise groups around them: one kernel reads each row and applies the result.
 
 Given:  t = x * w;  m = mean(t, dim=-1);  (u = t - m; y = u * s)
 Result: (t = x * w; m = mean(t, dim=-1); u = t - m; y = u * s)
 
-Several reductions of the same rows are joined, and rows may be any dimensions, such as the pixels and channels of a group.
-What a reduction needs of the element-wise calls is computed for it again, so that rows of any length fit.
+Several reductions of the same rows are joined, and rows may be any dimensions, such as the pixels and channels of a
+group. What a reduction needs of the element-wise calls is computed for it again, so that rows of
+any length fit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _rows_by(steps: Sequence[int], call: KernelCall) -> tuple[Dims, Dims]:
 
 
 def _merged(dims: Dims) -> Dims:
-    sizes, (steps,) = collapse(*zip(*dims, strict=True)) if dims else ([], [[]])
+    sizes, (steps,) = collapse([size for size, _ in dims], [step for _, step in dims])
     return list(zip(sizes, steps, strict=True))
 
 
@@ -183,9 +184,14 @@ class _Chain:
         reads |= {place: view for view in self.operands.values() if (place := place_of(view)) not in made}
         if len(self.members) == 1 or len(reads) + len(own.writes) + len(names) > MAX_READS:
             return None
-        kept, reduced = (View("", *zip(*(dims or [(1, 0)]), strict=True), 0, "float32") for dims in self.rows)
+        kept, reduced = map(_view_of, self.rows)
         rows = Rows(kept, reduced, tuple(self.operands.values()))
         return Group(self.calls, list(reads.values()), [*own.writes, *self.operands], own.inlined, rows=rows)
+
+
+def _view_of(dims: Dims) -> View:
+    """A view of no buffer with some dimensions."""
+    return View("", tuple(size for size, _ in dims), tuple(step for _, step in dims), 0, "float32")
 
 
 def _numbered_places(group: Group) -> dict[Place, View]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Part, Place, place_of
@@ -134,6 +133,21 @@ class GroupText:
     statements: list[str]
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What the groups that one kernel computes share.
+
+    Attributes:
+        names: View that is loaded → the name of its argument.
+        variables: Place that calls read, not among their groups' reads → the float variable that all its elements are.
+        functions: Definition of an op's device function → its name; each group adds those that it needs.
+    """
+
+    names: Mapping[View, str]
+    variables: Mapping[Place, str]
+    functions: dict[str, str] = field(default_factory=dict)
+
+
 def group_text(
     group: Group,
     stored: Sequence[View],
@@ -141,9 +155,7 @@ def group_text(
     bound: str = "",
     result: View | None = None,
     given: View | None = None,
-    variables: Mapping[Place, str] = MappingProxyType({}),
-    names: Mapping[View, str] | None = None,
-    functions: dict[str, str] | None = None,
+    scope: Scope | None = None,
 ) -> GroupText:
     """The C text that computes `width` elements of a group.
 
@@ -152,20 +164,19 @@ def group_text(
         bound: The C expression of the number of elements, an upper bound of `width`; empty means `width`.
         result: The written view whose elements are put into the array `values` too; None for none.
         given: The view, not among the group's reads, whose elements are in the array `values`; None for none.
-        variables: Place that the calls read, not among the group's reads → the float variable that is all its elements.
-        names: View that is loaded → the name of its argument; None numbers those of the group.
-        functions: Definition of a function that others of the kernel's groups need too → its name; it gets those of
-            this group.
+        scope: What other groups of the same kernel have defined; None for none.
     """
     bound = bound or str(width)
     written = {view.buffer for view in stored}
-    inputs = names or {view: f"in{index}" for index, view in enumerate(group.loads)}
+    inputs = scope.names if scope else {view: f"in{index}" for index, view in enumerate(group.loads)}
     arguments = [
         f"const {TYPES[view.dtype]} *{'' if view.buffer in written else '__restrict__ '}{name}"
         for view, name in inputs.items()
     ]
-    body = _Body(inputs, {} if functions is None else functions)
-    body.values |= {place: (name, False) for place, name in variables.items()}
+    body = _Body(inputs)
+    if scope is not None:
+        body.functions = scope.functions
+        body.values |= {place: (name, False) for place, name in scope.variables.items()}
     for index, view in enumerate(group.reads):
         pick = _pick_of_vectors(group, view, width)
         if pick is not None:

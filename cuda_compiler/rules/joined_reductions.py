@@ -1,4 +1,4 @@
-"""The kernel of a group of reductions of rows and the element-wise calls around them: a team of threads goes through each row."""
+"""The kernel of reductions of rows and the element-wise calls around them: a team of threads goes through each row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, Rows, place_of
 from cuda_compiler.elementwise.inlining import loaded_bytes
 from cuda_compiler.elementwise.joined_reductions import KINDS
-from cuda_compiler.elementwise.kernel_source import GroupText, function_name, group_text
+from cuda_compiler.elementwise.kernel_source import Scope, function_name, group_text
 from cuda_compiler.rules.rows import small_teams_for
 from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, offset_text
 from cuda_compiler.specialization.sizes import check_grid
@@ -94,8 +94,9 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[
     names = {view: f"in{index}" for index, view in enumerate(group.loads)}
     reads = [view for call in group.calls for view in call.inputs if view.buffer in numbers]
     variables = {place_of(view): f"row{numbers[view.buffer]}" for view in reads}
-    functions: dict[str, str] = {}
+    scope = Scope(names, variables)
     definitions: dict[str, None] = {}
+    step = f"Place::threads() * {pack}u"
     lines = [
         "begin_in_turn();",
         "const Place place;",
@@ -105,14 +106,16 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[
         f"const index_t begin = {offset_text(rows.kept, 'place.row')};",
     ]
 
-    def go_through(kept: Sequence[View], result: View | None, before: list[str], behind: list[str]) -> None:
+    def go_through(
+        kept: Sequence[View], result: View | None = None, before: Sequence[str] = (), behind: Sequence[str] = ()
+    ) -> None:
         needed = _needed(group, [result] if result is not None else kept, variables)
-        text = group_text(needed, kept, pack, result=result, variables=variables, names=names, functions=functions)
+        text = group_text(needed, kept, pack, result=result, scope=scope)
         definitions.update(dict.fromkeys(text.functions))
         lines.extend(
             [
                 "#pragma unroll 4",
-                f"for (index_t column = place.thread() * {pack}u; column < {rows.reduced.numel}u; column += Place::threads() * {pack}u) {{",
+                f"for (index_t column = place.thread() * {pack}u; column < {rows.reduced.numel}u; column += {step}) {{",
                 f"    const index_t first = begin + {offset_text(rows.reduced, 'column')};",
                 *(line if line.startswith("#") else f"    {line}" for line in (*before, *text.statements, *behind)),
                 "}",
@@ -127,7 +130,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[
         lines.append(f"const float row{index} = result_of_team(state{index}, place);")
     elements = [view for view in stored if view.buffer not in numbers]
     if elements:
-        go_through(elements, None, [], [])
+        go_through(elements)
     for index, view in enumerate(stored):
         if view.buffer in numbers:
             value = f"from<{TYPES[view.dtype]}>(row{numbers[view.buffer]})"

@@ -349,7 +349,8 @@ def check_steps(
             for output, value in reference.items():
                 for found in again:
                     np.testing.assert_array_equal(ours[output], found[output])
-                errors.setdefault(output, []).append(np.linalg.norm(ours[output] - value) / np.linalg.norm(value))
-        for output, found in errors.items():
-            usual, most = (np.median(found), 0.3) if "experts" in name else (max(found), np.inf)
-            assert usual < (2e-2 if dtype == "bfloat16" else 3e-3) and max(found) < most, (output, start, found)
+                error = np.linalg.norm(ours[output] - value) / np.linalg.norm(value)
+                errors.setdefault(output, []).append(float(error))
+        for output, each in errors.items():
+            usual, most = (float(np.median(each)), 0.3) if "experts" in name else (max(each), np.inf)
+            assert usual < (2e-2 if dtype == "bfloat16" else 3e-3) and max(each) < most, (output, start, each)

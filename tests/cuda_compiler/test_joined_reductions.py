@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import cuda_gpu
-import npu_compiler
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from cuda_on_cpu import EmulatedBackend
 from drawn import drawn
 from torch import Tensor, nn
 
+import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from npu_runtime import Executor, load_weights
 from npu_runtime.backend import Backend
@@ -96,7 +96,7 @@ def test_a_result_of_other_rows_stays_apart() -> None:
 
 
 class Drawn(nn.Module):
-    """Drawn steps, each of which reduces the same rows of what one before it made, or changes elements by what is known.
+    """Drawn steps: each reduces the same rows of what one before it made, or changes elements by what is known.
 
     Args:
         source: A list, to which the steps are added in words.
@@ -120,7 +120,10 @@ class Drawn(nn.Module):
         return draw.choice(names), draw.randrange(8), draw.randrange(8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        values, results = [x.permute(self.order).contiguous().permute([self.order.index(d) for d in range(x.dim())])], []
+        values, results = (
+            [x.permute(self.order).contiguous().permute([self.order.index(d) for d in range(x.dim())])],
+            [],
+        )
         for name, first, second in self.steps:
             value = values[first % len(values)]
             if name == "norm":
@@ -149,7 +152,8 @@ def check(backend: Backend, number: int, dtype: str) -> None:
     program = npu_compiler.compile(ir, target=backend.target, options=options)
     executor = Executor(program, backend)
     found = executor.run(
-        {program.input_specs[0].name: example.numpy()}, load_weights(module.state_dict(), program, backend, strict=False)
+        {program.input_specs[0].name: example.numpy()},
+        load_weights(module.state_dict(), program, backend, strict=False),
     )
     tolerance = 1e-4 if dtype == "float32" else 4e-2
     for buffer, reference in zip(found.values(), expected, strict=True):
