@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from npu_compiler.fusions.engine import Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, fused, mul
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.program.views import broadcast_shapes
 
-x, q, k, v, gain, mask = (Var(name) for name in ("x", "q", "k", "v", "gain", "mask"))
+x, q, k, v, gain, bias, mask = (Var(name) for name in ("x", "q", "k", "v", "gain", "bias", "mask"))
 
 RESHAPES = "aten.view aten.reshape aten._unsafe_view aten.expand"
 
@@ -37,10 +39,20 @@ def _capped(scores: Pattern) -> P:
     return mul(P("aten.tanh", (P("aten.div", (scores, Num("cap"))),)), Num("bound"))
 
 
-def _attention_patterns() -> tuple[P, ...]:
-    """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped.
+def _adds(pattern: Pattern) -> bool:
+    return isinstance(pattern, P) and pattern.ops == "aten.add"
 
-    The scale is a number, or a gain for each row of scores, as of each head. The scaled scores may have a soft cap. Or
+
+def _biased_and_masked(scores: Pattern) -> Pattern:
+    """Scores to which a bias and then a mask is added, with reshapes around the second addition."""
+    biased = replace(add(scores, bias), bind="biased")
+    return Maybe(replace(add(Maybe(biased, RESHAPES), mask), bind="masked"), RESHAPES)
+
+
+def _attention_patterns() -> tuple[P, ...]:
+    """softmax(q · kᵀ · scale + bias + mask) · v, where k arrives transposed and any step may be cast or reshaped.
+
+    Between the bias and the mask, windows may get a dimension of their own, as in Swin. The scale is a number, or a gain for each row of scores, as of each head. The scaled scores may have a soft cap. Or
     the transpose of that, vᵀ · softmax(…)ᵀ, where vᵀ arrives.
     """
     raw = P(_PRODUCTS, (q, k))
@@ -51,7 +63,8 @@ def _attention_patterns() -> tuple[P, ...]:
         for bounded in (scores, _capped(scores)):
             result += (add(bounded, mask), bounded)
     prescaled = P(_PRODUCTS, (mul(q, Num("scale")), k))
-    weights = [Maybe(_softmax(Maybe(logits))) for logits in (add(prescaled, mask), prescaled, *result)]
+    both = [_biased_and_masked(each) for each in (prescaled, *result) if not _adds(each)]
+    weights = [Maybe(_softmax(Maybe(logits))) for logits in (*both, add(prescaled, mask), prescaled, *result)]
     turned = (P("aten.transpose aten.permute", (each,), where=_swaps_last_dims) for each in weights)
     return (*(P(_PRODUCTS, (each, v)) for each in weights), *(P(_PRODUCTS, (v, each)) for each in turned))
 
@@ -78,6 +91,11 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
     if soft_cap != match.scalars.get("bound", 0.0):
         return None
     bias = match.tensors.get("mask")
+    if "bias" in match.tensors:
+        kinds = {specs[match.tensors[name]].dtype for name in ("bias", "mask")}
+        if len(kinds) > 1 or kinds == {"bool"}:
+            return None
+        bias = _sum_of_biases(match, rewriter, (*specs[query].shape[:-1], key_shape[-1]))
     if bias is not None and (specs[bias].dtype == "bool" or len(specs[bias].shape) > len(key_shape)):
         return None
     if (gains := match.tensors.get("gain")) is not None:
@@ -101,6 +119,29 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
         node = replace(node, outputs=(attended,))
         result = fused("aten.transpose.int", match, (attended,), **swap)
     return None if unsupported_reason(node, replace(rewriter.graph, tensors=specs)) else result
+
+
+def _sum_of_biases(match: Match, rewriter: Rewriter, scores: tuple[int, ...]) -> str:
+    """The bias and the mask as one tensor, which broadcasts to the shape of the scores."""
+    terms = []
+    for name, added in (("bias", match.bound["biased"]), ("mask", match.bound["masked"])):
+        term, stem = match.tensors[name], f"{match.root.name}.{name}"
+        whole, own = rewriter.tensors[added.outputs[0]].shape, rewriter.tensors[term].shape
+        own = (*[1] * (len(whole) - len(own)), *own)
+        lead = len(whole) - len(scores) + 1
+        if lead > 1 and whole[lead:] == scores[1:]:  # windows of several images come to lie in one dimension
+            wide = (*whole[:lead], *own[lead:]) if any(size > 1 for size in own[:lead]) else own
+            shape = (math.prod(wide[:lead]), *own[lead:])
+        else:
+            wide, shape = (own, own) if whole == scores else (whole, scores)
+        if wide != rewriter.tensors[term].shape:
+            term = rewriter.node(stem, "aten.expand.default", (term,), term, wide, size=list(wide))
+        if shape != wide:
+            term = rewriter.node(stem, "aten.view.default", (term,), term, shape, size=list(shape))
+        terms.append(term)
+    first, second = terms
+    shape = broadcast_shapes(rewriter.tensors[first].shape, rewriter.tensors[second].shape)
+    return rewriter.node(f"{match.root.name}.biases", "aten.add.Tensor", (first, second), first, shape)
 
 
 def _flipped(shape: tuple[int, ...]) -> tuple[int, ...]:
