@@ -182,15 +182,52 @@ def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
         if any(low + size > extent for low, size, extent in zip(lows, sizes, extents, strict=True)):
             return []
         intervals.append([(low, low + size) for low, size in zip(lows, sizes, strict=True)])
-    parted = [at for at, extent in enumerate(extents) if any(interval[at] != (0, extent) for interval in intervals)]
-    if len(parted) != 1 or any(view.offset >= total for view in views):
+    if any(view.offset >= total for view in views):
         return []
-    (at,) = parted
-    order = sorted(range(len(views)), key=lambda each: intervals[each][at])
-    ends = [0, *(intervals[each][at][1] for each in order)]
-    if ends[-1] != extents[at] or any(intervals[each][at][0] != ends[turn] for turn, each in enumerate(order)):
-        return []
-    return [Part(results[each][0], extents[at], steps[at], *intervals[each][at]) for each in order]
+    return _divided([group for group, _ in results], intervals, extents, first.dtype)
+
+
+def _divided(
+    groups: Sequence[Group], intervals: Sequence[Sequence[tuple[int, int]]], extents: Sequence[int], dtype: str
+) -> list[Part]:
+    """The groups as parts of a buffer; those of a part that is divided along another dimension are inlined in its own.
+
+    Args:
+        intervals: The elements along each dimension of the buffer that each group computes.
+        extents: The buffer's dimensions.
+
+    Returns:
+        Empty if the groups do not divide the buffer.
+    """
+    for at, extent in enumerate(extents):
+        classes = sorted({interval[at] for interval in intervals})
+        bounds = [0, *(high for _, high in classes)]
+        if len(classes) == 1 or bounds[-1] != extent or [low for low, _ in classes] != bounds[:-1]:
+            continue
+        parts = []
+        for low, high in classes:
+            members = [each for each, interval in enumerate(intervals) if interval[at] == (low, high)]
+            sizes = [*extents[:at], high - low, *extents[at + 1 :]]
+            own = [[*intervals[each][:at], (0, high - low), *intervals[each][at + 1 :]] for each in members]
+            whole = all(bound == (0, size) for bound, size in zip(own[0], sizes, strict=True))
+            group = groups[members[0]] if len(members) == 1 and whole else None
+            if group is None:
+                inner = _divided([groups[each] for each in members], own, sizes, dtype)
+                group = _reading_all(inner, numel(sizes), dtype) if inner else None
+            if group is None:
+                break
+            parts.append(Part(group, extent, numel(extents[at + 1 :]), low, high))
+        else:
+            return parts
+    return []
+
+
+def _reading_all(parts: Sequence[Part], count: int, dtype: str) -> Group:
+    """A group that computes `count` elements by parts of them."""
+    node = parts[0].group.calls[-1].node
+    source, result = (View(f"{node}.{name}", (count,), (1,), 0, dtype) for name in ("parts", "part"))
+    copy = KernelCall("copy_kernel", "", (source,), (result,), {"scalars": [None]}, node)
+    return Group([copy], [source], [result], {source.buffer: parts})
 
 
 def _may_move(at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:

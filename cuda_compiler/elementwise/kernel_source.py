@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_program import KernelLaunch
@@ -360,41 +360,71 @@ def _missing(table: View) -> str:
 def _lies_in_parts(group: Group, view: View, width: int) -> bool:
     """Whether a thread's elements of an inlined buffer are neighbours in one of several parts, wherever it begins."""
     parts = group.inlined.get(view.buffer, ())
-    bounds = (bound * part.inner for part in parts for bound in (part.low, part.high, part.size))
+    bounds = (bound * part.inner for part in _all_parts(parts) for bound in (part.low, part.high, part.size))
     in_one = len(parts) > 1 and all(bound % width == 0 for bound in bounds)
     return width > 1 and in_one and _access(place_of(view), width) == "vector"
 
 
+def _inner_parts(part: Part) -> Sequence[Part]:
+    """The parts that a part is divided into along another dimension; empty if it is computed as one."""
+    calls, reads, inlined = part.group.calls, part.group.reads, part.group.inlined
+    if len(calls) > 1 or is_pick(calls[0]) or not is_copy(calls[0]) or not reads[0].is_contiguous:
+        return ()
+    found = inlined.get(reads[0].buffer, ())
+    return found if len(found) > 1 and reads[0].offset == 0 else ()
+
+
+def _all_parts(parts: Sequence[Part]) -> list[Part]:
+    """Parts and, behind each, those that it is divided into."""
+    return [each for part in parts for each in (part, *_all_parts(_inner_parts(part)))]
+
+
 def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, width: int, bound: str) -> None:
     """Append the statements that compute a thread's elements of a buffer that is not stored; all are in one part."""
-    kind, size, inner = _element_kind(view), parts[0].size, parts[0].inner
+    kind = _element_kind(view)
     begin = offset_text(view, "first") + (f" + {view.offset}u" if view.offset else "")
-    copied = [source for part in parts if (source := _copied_vectors(part, view.dtype, width)) is not None]
-    if len(copied) == len(parts):  # one load for all parts, so that threads of different parts do not wait in turn
+    leaves = [part for part in _all_parts(parts) if not _inner_parts(part)]
+    sources = [_copied_vectors(part, view.dtype, width) for part in leaves]
+    is_copied = all(source is not None for source in sources)
+    if is_copied:  # one load for all parts, so that threads of different parts do not wait in turn
         declared, value = f"const {TYPES[view.dtype]} *start{index};", f"{_conversion(view)}(pack{index}.item[lane])"
-        found = [[f"start{index} = {body.inputs[source]} + {offset_text(source, 'row')};"] for source in copied]
     else:
         declared, value = f"{kind} of_parts{index}[{bound}];", f"of_parts{index}[lane]"
-        found = [_part_of_vectors(body, part, kind, width, bound, value) for part in parts]
-    body.before += [
-        declared,
-        "{",
-        f"    const index_t at = {begin};",
-        f"    const index_t place = at / {inner}u % {size}u;",
-    ]
-    for turn, (part, lines) in enumerate(zip(parts, found, strict=True)):
-        condition = f"if (place < {part.high}u) " * (turn + 1 < len(parts))
-        body.before += [
-            f"    {'} else ' * (turn > 0)}{condition}{{",
-            f"        const index_t row = {_row_of_part(part, 'at', 'place')};",
-            *(f"        {line}" for line in lines),
-        ]
-    body.before += ["    }", "}"]
-    if len(copied) == len(parts):
+
+    def found(part: Part, row: str) -> list[str]:
+        source = _copied_vectors(part, view.dtype, width) if is_copied else None
+        if source is not None:
+            return [f"start{index} = {body.inputs[source]} + {offset_text(source, row)};"]
+        return _part_of_vectors(body, part, kind, width, bound, value, row)
+
+    body.before += [declared, "{", f"    const index_t at = {begin};", *_in_its_part(parts, "at", 0, found), "}"]
+    if is_copied:
         pack = f"const Pack<{TYPES[view.dtype]}, {bound}> pack{index}"
         body.before.append(f"{pack} = load_pack<{bound}>(start{index});")
     body.lane.append(f"const {kind} x{index} = {value};")
     body.values[place_of(view)] = (f"x{index}", kind == "int")
+
+
+def _in_its_part(parts: Sequence[Part], number: str, depth: int, found: Callable[[Part, str], list[str]]) -> list[str]:
+    """The statements that find the part in which an element lies, and compute it there.
+
+    Args:
+        number: The C variable of the element's row-major number in the buffer.
+        depth: Number of divided parts around these.
+        found: Returns the statements of a part for the C variable of the element's row-major number in that.
+    """
+    place, row = f"place{depth}", f"row{depth}"
+    lines = [f"    const index_t {place} = {number} / {parts[0].inner}u % {parts[0].size}u;"]
+    for turn, part in enumerate(parts):
+        condition = f"if ({place} < {part.high}u) " * (turn + 1 < len(parts))
+        inner = _inner_parts(part)
+        own = _in_its_part(inner, row, depth + 1, found) if inner else found(part, row)
+        lines += [
+            f"    {'} else ' * (turn > 0)}{condition}{{",
+            f"        const index_t {row} = {_row_of_part(part, number, place)};",
+            *(f"        {line}" for line in own),
+        ]
+    return [*lines, "    }"]
 
 
 def _row_of_part(part: Part, at: str, place: str) -> str:
@@ -418,19 +448,20 @@ def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:
     return reads[0] if _access(place_of(reads[0]), width) == "vector" else None
 
 
-def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str, target: str) -> list[str]:
-    """The statements that compute a thread's elements of a part, from number `row` of its result on.
+def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str, target: str, row: str) -> list[str]:
+    """The statements that compute a thread's elements of a part.
 
     Args:
         target: The C expression of the place for the element of `lane`.
+        row: The C variable of the row-major number of the first in the part's result.
     """
     own = _Body(body.inputs, body.functions)
     if is_pick(part.group.calls[0]) or part.group.inlined:
-        own.lane += [f"{kind} element;", *_element(body, part.group, "element", "(row + lane)", 0)]
+        own.lane += [f"{kind} element;", *_element(body, part.group, "element", f"({row} + lane)", 0)]
         value = "element"
     else:
         for each, read in enumerate(part.group.reads):
-            _read(own, read, each, width, bound, "row")
+            _read(own, read, each, width, bound, row)
         for each, call in enumerate(part.group.calls):
             _compute(own, call, each, rounds=False)
         value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
