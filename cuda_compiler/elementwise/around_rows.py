@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from cuda_compiler.elementwise.grouping import (
@@ -27,6 +28,7 @@ from cuda_compiler.rules.columns import is_by_columns
 from cuda_compiler.rules.fused_rows import holds_rows
 from cuda_compiler.rules.norms import ROW_KERNELS
 from npu_compiler.graph.dtypes import is_float
+from npu_compiler.program.views import View
 
 _REACH = 48  # groups between a call over rows and its epilogue
 
@@ -81,7 +83,10 @@ def _join_epilogues(groups: Sequence[Group], inner: Collection[str], results: Co
             continue
         for at in range(index + 1, min(index + 1 + _REACH, len(left))):
             after = left[at]
-            if after is None or out.buffer not in after.read_buffers or not _gives(group, after):
+            if after is None or out.buffer not in after.read_buffers:
+                continue
+            after = _in_order_of(out, after)
+            if not _gives(group, after):
                 continue
             moves = not any(other is not None and after.conflicts(other) for other in left[index + 1 : at])
             if moves and _stores_floats(after, inner):
@@ -117,6 +122,30 @@ def _takes(rows: Group, before: Group) -> bool:
     last = place_of(before.calls[-1].outputs[0])
     fits = last == place_of(x) and len(before.loads) + len(rows.loads) - 1 <= MAX_READS
     return apart and fits and (rows.epilogue is None or _reads_own_elements(rows.epilogue, before))
+
+
+def _in_order_of(x: View, group: Group) -> Group:
+    """A group that walks its elements in the order of `x`, where it reads that in another one, as a copy does.
+
+    It is the group itself if it is in that order already or cannot be.
+    """
+    views = [view for call in group.calls for view in (*call.inputs, *call.outputs)]
+    read = next((view for view in group.reads if view.buffer == x.buffer), x)
+    order = sorted(range(read.rank), key=lambda dim: -read.strides[dim])
+    if not group.is_elementwise or group.inlined or order == [*range(read.rank)]:
+        return group
+    if any(view.shape != read.shape for view in views) or place_of(read.permute(order)) != place_of(x):
+        return group
+    calls = [
+        replace(
+            call,
+            inputs=tuple(view.permute(order) for view in call.inputs),
+            outputs=tuple(view.permute(order) for view in call.outputs),
+        )
+        for call in group.calls
+    ]
+    reads, writes = ([view.permute(order) for view in side] for side in (group.reads, group.writes))
+    return Group(calls, reads, writes)
 
 
 def _gives(rows: Group, after: Group) -> bool:

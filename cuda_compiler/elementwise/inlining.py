@@ -165,10 +165,17 @@ def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
     """The results as parts of one buffer that differ in the interval of one of its dimensions; empty if they do not."""
     views = [view for _, view in results]
     first = views[0]
-    if any(view.strides != first.strides or view.rank != first.rank for view in views):
+    if any(view.rank != first.rank for view in views):
         return []
     dims = [dim for dim in range(first.rank) if any(view.shape[dim] > 1 for view in views)]
-    steps = [first.strides[dim] for dim in dims]
+    steps = [max(view.strides[dim] for view in views if view.shape[dim] > 1) for dim in dims]
+    if any(
+        view.strides[dim] != step
+        for dim, step in zip(dims, steps, strict=True)
+        for view in views
+        if view.shape[dim] > 1
+    ):
+        return []
     steps += [] if steps and steps[-1] == 1 else [1]
     total = sum(view.numel for view in views)
     bounds = [total, *steps]

@@ -14,6 +14,7 @@ from npu_compiler.program.views import broadcast_shapes
 x, q, k, v, gain, bias, mask = (Var(name) for name in ("x", "q", "k", "v", "gain", "bias", "mask"))
 
 RESHAPES = "aten.view aten.reshape aten._unsafe_view aten.expand"
+_REGROUPINGS = "aten.view aten.reshape aten._unsafe_view aten.flatten aten.unflatten aten.squeeze aten.unsqueeze"
 
 
 def _last_dim_softmax(node: OpNode, graph: IRGraph) -> bool:
@@ -46,7 +47,7 @@ def _adds(pattern: Pattern) -> bool:
 def _biased_and_masked(scores: Pattern) -> Pattern:
     """Scores to which a bias and then a mask is added, with reshapes around the second addition."""
     biased = replace(add(scores, bias), bind="biased")
-    return Maybe(replace(add(Maybe(biased, RESHAPES), mask), bind="masked"), RESHAPES)
+    return Maybe(replace(add(Maybe(biased, _REGROUPINGS), mask), bind="masked"), _REGROUPINGS)
 
 
 def _attention_patterns() -> tuple[P, ...]:

@@ -170,6 +170,15 @@ def prescaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     return torch.bmm(F.softmax(torch.bmm(q * 0.3, k.transpose(1, 2)) + mask, dim=-1), v)
 
 
+def of_windows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Attention in windows of several images, with a bias of each head and a mask of each window, as in Swin."""
+    scores = (q * 0.3) @ k.transpose(-2, -1) + bias
+    scores = (scores.unflatten(0, (-1, len(mask))) + mask[None, :, None]).flatten(0, 1)
+    return F.softmax(scores, dim=-1) @ v
+
+
 def channels_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention over pixels, of images [..., channels, pixels], as in LeViT."""
     weights = F.softmax(q.transpose(-2, -1) @ k * 0.3 + mask, dim=-1)
@@ -273,6 +282,12 @@ CASES = {
     "attention-divided": Case("attention", op("npu.attention"), function(divided), (HEADS, HEADS, HEADS)),
     "attention-prescaled": Case(
         "attention", op("npu.attention"), function(prescaled), ((2, 5, 8), (2, 6, 8), (2, 6, 8), (5, 6))
+    ),
+    "attention-of-windows": Case(
+        "attention", op("npu.attention"), function(of_windows), ((6, 2, 5, 8),) * 3 + ((2, 5, 5), (3, 5, 5))
+    ),
+    "attention-of-windows-of-one-image": Case(
+        "attention", op("npu.attention"), function(of_windows), ((3, 2, 5, 8),) * 3 + ((1, 2, 5, 5), (3, 5, 5))
     ),
     "attention-channels-first": Case(
         "attention", op("npu.attention"), function(channels_first), (HEADS, HEADS, HEADS, (4, 8, 8))
