@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, Rows, place_of
 from cuda_compiler.elementwise.inlining import loaded_bytes
 from cuda_compiler.elementwise.joined_reductions import KINDS
 from cuda_compiler.elementwise.kernel_source import Scope, function_name, group_text
-from cuda_compiler.rules.rows import small_teams_for
+from cuda_compiler.rules.reductions import FILLING
+from cuda_compiler.rules.rows import MOST_WARPS, small_teams_for
 from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, offset_text
-from cuda_compiler.specialization.sizes import check_grid
+from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.sizes import Size3, check_grid, groups
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.dtypes import itemsize
@@ -19,6 +21,7 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 _WIDEST = 8  # elements that a thread computes side by side
+_MOST_TURNS = 4  # vectors of these that it loads before it needs any
 
 
 def reductions_with_groups(make: Specializer, group: Group, stored: Sequence[View]) -> KernelCall:
@@ -34,9 +37,11 @@ def reductions_with_groups(make: Specializer, group: Group, stored: Sequence[Vie
     results = {call.outputs[0].buffer for call in group.calls if call.kernel in KINDS}
     stored = sorted(stored, key=lambda view: view.buffer in results)
     pack = _pack(rows, (*stored, *rows.operands))
-    constants, grid, block = small_teams_for(rows.kept.numel, rows.reduced.numel // pack)
+    items = rows.reduced.numel // pack
+    constants, grid, block = _teams(rows.kept.numel, items)
+    turns = min(_MOST_TURNS, max(1, items // (int(constants["team_warps"]) * int(constants["team_lanes"]))))
     name, last = function_name(group), group.calls[-1]
-    lines, definitions = _body(group, rows, stored, pack)
+    lines, definitions = _body(group, rows, stored, pack, turns)
     arguments = [
         f"const {TYPES[view.dtype]} *{_restrict(view, stored)}in{index}" for index, view in enumerate(group.loads)
     ]
@@ -87,8 +92,21 @@ def _pack(rows: Rows, views: Sequence[View]) -> int:
     return pack
 
 
-def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[list[str], list[str]]:
-    """The statements of the kernel, and the definitions before it."""
+def _teams(rows: int, items: int) -> tuple[Mapping[str, bool | int | float], Size3, Size3]:
+    """Constants, grid and block: with many rows, a thread computes several of a row's `items`."""
+    turns = next(turns for turns in (_MOST_TURNS, 2, 1) if turns == 1 or rows * items >= turns * FILLING)
+    warps = min(groups(items, WARP * turns), MOST_WARPS)
+    if warps == 1:
+        return small_teams_for(rows, items)
+    return {"team_warps": warps, "team_lanes": WARP, "teams": 1}, (rows, 1, 1), (warps * WARP, 1, 1)
+
+
+def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: int) -> tuple[list[str], list[str]]:
+    """The statements of the kernel, and the definitions before it.
+
+    Args:
+        turns: Number of vectors that a thread loads before it needs any.
+    """
     reductions = [call for call in group.calls if call.kernel in KINDS]
     numbers = {call.outputs[0].buffer: index for index, call in enumerate(reductions)}
     names = {view: f"in{index}" for index, view in enumerate(group.loads)}
@@ -96,7 +114,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[
     variables = {place_of(view): f"row{numbers[view.buffer]}" for view in reads}
     scope = Scope(names, variables)
     definitions: dict[str, None] = {}
-    step = f"Place::threads() * {pack}u"
+    step, width = f"Place::threads() * {pack}u", rows.reduced.numel
     lines = [
         "begin_in_turn();",
         "const Place place;",
@@ -106,31 +124,39 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int) -> tuple[
         f"const index_t begin = {offset_text(rows.kept, 'place.row')};",
     ]
 
-    def go_through(
-        kept: Sequence[View], result: View | None = None, before: Sequence[str] = (), behind: Sequence[str] = ()
-    ) -> None:
+    def go_through(counter: str, kept: Sequence[View], result: View | None = None, behind: Sequence[str] = ()) -> None:
         needed = _needed(group, [result] if result is not None else kept, variables)
         text = group_text(needed, kept, pack, result=result, scope=scope)
         definitions.update(dict.fromkeys(text.functions))
-        lines.extend(
-            [
-                "#pragma unroll 4",
-                f"for (index_t column = place.thread() * {pack}u; column < {rows.reduced.numel}u; column += {step}) {{",
-                f"    const index_t first = begin + {offset_text(rows.reduced, 'column')};",
-                *(line if line.startswith("#") else f"    {line}" for line in (*before, *text.statements, *behind)),
-                "}",
-            ]
-        )
+        lines.append(f"index_t {counter} = place.thread() * {pack}u;")
+        for together in dict.fromkeys((turns, 1)):
+            lines.extend(
+                [
+                    f"for (; {counter} + {together - 1}u * {step} < {width}u; {counter} += {together}u * {step}) {{",
+                    *(f"    {line}" for line in (f"float found[{together}][{pack}];",) * (result is not None)),
+                    "#pragma unroll",
+                    f"    for (int turn = 0; turn < {together}; turn++) {{",
+                    f"        const index_t column = {counter} + turn * {step};",
+                    f"        const index_t first = begin + {offset_text(rows.reduced, 'column')};",
+                    *(
+                        f"        {line}"
+                        for line in (f"float (&values)[{pack}] = found[turn];",) * (result is not None)
+                    ),
+                    *(line if line.startswith("#") else f"        {line}" for line in text.statements),
+                    "    }",
+                    *(f"    {line}" for line in behind),
+                    "}",
+                ]
+            )
 
     for index, (call, operand) in enumerate(zip(reductions, rows.operands, strict=True)):
         definitions.update(dict.fromkeys([_traits(index, call, rows.reduced.numel)]))
         lines.append(f"{KINDS[call.kernel]}<Of{index}> state{index};")
-        before = [f"float found[1][{pack}];", f"float (&values)[{pack}] = found[0];"]
-        go_through((), operand, before, [f"add_some(state{index}, found, column, 1);"])
+        go_through(f"at{index}", (), operand, [f"add_some(state{index}, found, at{index}, Place::threads());"])
         lines.append(f"const float row{index} = result_of_team(state{index}, place);")
     elements = [view for view in stored if view.buffer not in numbers]
     if elements:
-        go_through(elements)
+        go_through("at", elements)
     for index, view in enumerate(stored):
         if view.buffer in numbers:
             value = f"from<{TYPES[view.dtype]}>(row{numbers[view.buffer]})"
