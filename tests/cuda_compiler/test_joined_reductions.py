@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
+from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Executor, load_weights
 from npu_runtime.backend import Backend
 from npu_sim.extract import extract_ir
@@ -36,6 +37,10 @@ class Rows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, self.weight)
+
+
+def compiled(module: nn.Module, example: Tensor) -> CompiledProgram:
+    return npu_compiler.compile(extract_ir(module, (example,)), CUDACodegenTarget())
 
 
 def centred(x: Tensor, w: Tensor) -> Tensor:
@@ -72,14 +77,12 @@ def evolved(x: Tensor, w: Tensor, groups: int = 8) -> Tensor:
     ],
 )
 def test_rows_are_reduced_and_changed_by_one_kernel(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    ir = extract_ir(Rows(function, 96).half(), (torch.randn(8, 50, 96).half(),))
-    assert len(npu_compiler.compile(ir, CUDACodegenTarget()).plan.calls) == 1
+    assert len(compiled(Rows(function, 96).half(), torch.randn(8, 50, 96).half()).plan.calls) == 1
 
 
 def test_groups_of_channels_are_reduced_and_changed_by_one_kernel() -> None:
     module = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), Rows(evolved, 64), nn.Conv2d(64, 64, 3)).half()
-    ir = extract_ir(module, (torch.randn(2, 64, 14, 14).half(),))
-    found = [call.kernel for call in npu_compiler.compile(ir, CUDACodegenTarget()).plan.calls]
+    found = [call.kernel for call in compiled(module, torch.randn(2, 64, 14, 14).half()).plan.calls]
     assert sum("var" in name for name in found) == 1
     assert sum(name.startswith("fused") for name in found) == 1
 
@@ -88,11 +91,8 @@ def test_a_result_of_other_rows_stays_apart() -> None:
     def turned(x: Tensor, w: Tensor) -> Tensor:
         return x * x.mean(-1, keepdim=True).transpose(0, 1)
 
-    ir = extract_ir(Rows(turned, 1), (torch.randn(48, 48, 64),))
-    assert [call.kernel for call in npu_compiler.compile(ir, CUDACodegenTarget()).plan.calls] == [
-        "mean_kernel",
-        "mul_kernel",
-    ]
+    calls = compiled(Rows(turned, 1), torch.randn(48, 48, 64)).plan.calls
+    assert [call.kernel for call in calls] == ["mean_kernel", "mul_kernel"]
 
 
 class Drawn(nn.Module):
@@ -140,9 +140,19 @@ class Drawn(nn.Module):
         return (values[-1], results[-1]) if self.also else (values[-1] * results[-1].tanh(),)
 
 
-def check(backend: Backend, number: int, dtype: str) -> None:
+class Long(Drawn):
+    """Steps as in `Drawn` over few long rows."""
+
+    def __init__(self, draw: Random, source: list[str]) -> None:
+        super().__init__(draw, source)
+        self.shape, self.dims = [draw.choice([1, 2, 7, 33]), draw.choice([2048, 2056, 4097, 6272, 8192])], [1]
+        self.order, self.weight = [0, 1], nn.Parameter(torch.randn(self.shape[1]))
+        source.append(f"{self.shape}")
+
+
+def check(backend: Backend, number: int, dtype: str, kind: type[Drawn] = Drawn) -> CompiledProgram:
     source: list[str] = []
-    module = Drawn(Random(number), source)
+    module = kind(Random(number), source)
     torch.manual_seed(number)
     nn.init.normal_(module.weight)
     example = torch.randn(module.shape)
@@ -158,8 +168,9 @@ def check(backend: Backend, number: int, dtype: str) -> None:
     tolerance = 1e-4 if dtype == "float32" else 4e-2
     for buffer, reference in zip(found.values(), expected, strict=True):
         result = torch.from_numpy(buffer.to_numpy()).float()
-        kind = partial(torch.testing.assert_close, atol=tolerance * float(reference.abs().max()), rtol=tolerance)
-        kind(result, reference, msg=lambda text: f"{source[0]} {[call.kernel for call in program.plan.calls]}\n{text}")
+        near = partial(torch.testing.assert_close, atol=tolerance * float(reference.abs().max()), rtol=tolerance)
+        near(result, reference, msg=lambda text: f"{source} {[call.kernel for call in program.plan.calls]}\n{text}")
+    return program
 
 
 @pytest.mark.parametrize("number", drawn(range(100), 0.1, str))
@@ -167,8 +178,19 @@ def test_drawn_reductions_have_pytorchs_results(number: int, tmp_path: Path) -> 
     check(EmulatedBackend(tmp_path), number, "float32" if number % 2 else "float16")
 
 
+@pytest.mark.parametrize("number", drawn(range(24), 0.2, str))
+def test_long_rows_have_pytorchs_results(number: int, tmp_path: Path) -> None:
+    check(EmulatedBackend(tmp_path, capability=90), number, "float32" if number % 2 else "float16", Long)
+
+
+def test_few_long_rows_are_shared_by_the_blocks_of_a_cluster() -> None:
+    program = compiled(Rows(centred, 4096).half(), torch.randn(8, 4096).half())
+    assert [call.params["grid"] for call in program.plan.calls] == [[8, 1, 8]]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
-@pytest.mark.parametrize("number", range(60))
-def test_drawn_reductions_have_pytorchs_results_on_a_gpu(number: int) -> None:
-    check(cuda_gpu.cuda_backends()[0], number, "float32" if number % 2 else "float16")
+@pytest.mark.parametrize("kind", [Drawn, Long])
+@pytest.mark.parametrize("number", range(40))
+def test_drawn_reductions_have_pytorchs_results_on_a_gpu(number: int, kind: type[Drawn]) -> None:
+    check(cuda_gpu.cuda_backends()[0], number, "float32" if number % 2 else "float16", kind)
