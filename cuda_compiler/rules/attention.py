@@ -21,6 +21,7 @@ _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
 _FILLING_BLOCKS = 2 * MULTIPROCESSORS
 _ENOUGH_BLOCKS = 64  # from here on one block handles all keys of its rows, which saves the combining kernel
+_FEW_TURNS = 4  # tiles of keys of a warp, up to which that is so however few blocks there are
 WIDEST_HEAD = 128  # head dimension whose queries, keys and sums fit into a warp's registers
 _MOST_TEAM = 8  # warps that share wider heads
 _WIDEST_TILE = 256  # head dimension of values whose sums of 16 rows alone fit into a warp's registers
@@ -37,6 +38,7 @@ _WARPGROUP_TILES = ((192, 96), (128, 96), (64, 48))
 _THREE, _THREE_TIME = 192, 0.86  # rows of three warpgroups, and their time per row relative to two
 _NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
 _FILLED = 0.7  # of a block's rows, from which on it may have fewer
+_HALF = 0.5  # of a block's rows, from which on one tile is best for all rows and keys of a problem, as for a window
 _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
@@ -114,7 +116,8 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     tiles = _fitting_tiles(q.shape[3], v.shape[3], make.gpu)
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
-        if fills and problems * groups(rows, tile_rows) >= enough:
+        is_one = k.shape[2] <= tile_keys and _HALF * tile_rows < rows <= tile_rows
+        if is_one or fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     fits_grid = max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) <= MAX_GRID[1]
     if fits_grid and _split_blocks(operands, make.gpu) is not None:
@@ -187,7 +190,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     assert shape is not None
     warps, stages = shape
     block_keys = warps // team_warps(width, value_width) * BLOCK_KEYS
-    if blocks >= _ENOUGH_BLOCKS or keys <= block_keys:
+    if blocks >= _ENOUGH_BLOCKS or keys <= _FEW_TURNS * block_keys:
         of_keys = team_warps(width, value_width) << (groups(keys, BLOCK_KEYS) - 1).bit_length()
         most = min(2 * _WARPS, of_keys)
         if split_memory(rows, width, value_width, most, 1) <= make.gpu.shared_memory:
