@@ -9,10 +9,10 @@ from cuda_compiler.elementwise.grouping import Group, Place, Rows, place_of
 from cuda_compiler.elementwise.inlining import loaded_bytes
 from cuda_compiler.elementwise.joined_reductions import KINDS
 from cuda_compiler.elementwise.kernel_source import Scope, function_name, group_text
-from cuda_compiler.rules.reductions import FILLING, STATE_WORDS
+from cuda_compiler.rules.reductions import FILLING
 from cuda_compiler.rules.rows import MOST_WARPS, small_teams_for
 from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, offset_text
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import WARP
 from cuda_compiler.specialization.sizes import Size3, check_grid, groups
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
@@ -21,8 +21,6 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 _WIDEST = 8  # elements that a thread computes side by side
-_MOST_SPLITS = 8  # blocks of a cluster
-_LEAST_ITEMS = 2 * WARP  # vectors of a block's part of a row
 _MOST_TURNS = 4  # vectors of these that it loads before it needs any
 
 
@@ -40,12 +38,8 @@ def reductions_with_groups(make: Specializer, group: Group, stored: Sequence[Vie
     stored = sorted(stored, key=lambda view: view.buffer in results)
     pack = _pack(rows, (*stored, *rows.operands))
     items = rows.reduced.numel // pack
-    splits = _splits(rows.kept.numel, items) if make.gpu.has_clusters else 1
-    constants, (blocks, *_), block = _teams(rows.kept.numel, groups(items, splits))
-    threads = splits * int(constants["team_warps"]) * int(constants["team_lanes"])
-    turns = min(_MOST_TURNS, max(1, items // threads))
-    shared = 4 * STATE_WORDS * (int(constants["team_warps"]) + 1)
-    cluster = f"CLUSTER({splits}) " if splits > 1 else ""
+    constants, grid, block = _teams(rows.kept.numel, items)
+    turns = min(_MOST_TURNS, max(1, items // (int(constants["team_warps"]) * int(constants["team_lanes"]))))
     name, last = function_name(group), group.calls[-1]
     lines, definitions = _body(group, rows, stored, pack, turns)
     arguments = [
@@ -57,16 +51,16 @@ def reductions_with_groups(make: Specializer, group: Group, stored: Sequence[Vie
             index_type([*group.loads, *stored, *rows.operands]) + template_text("common/common.cuh"),
             template_text("common/overlap.cuh"),
             template_text("elementwise/elementwise.cuh"),
-            *(f"constexpr int {key} = {value};" for key, value in {**constants, "splits": splits}.items()),
+            *(f"constexpr int {key} = {value};" for key, value in constants.items()),
             template_text("reductions/teams.cuh"),
             *definitions,
-            f'extern "C" __global__ void {cluster}__launch_bounds__({block[0]}) {name}({", ".join(arguments)}) {{',
+            f'extern "C" __global__ void __launch_bounds__({block[0]}) {name}({", ".join(arguments)}) {{',
             *(line if line.startswith("#") else f"    {line}" for line in lines),
             "}",
             "",
         ]
     )
-    launch = KernelLaunch(check_grid((blocks, 1, splits), last), block, shared)
+    launch = KernelLaunch(check_grid(grid, last), block, 0)
     return KernelCall(
         name,
         make.add_source(text),
@@ -98,14 +92,6 @@ def _pack(rows: Rows, views: Sequence[View]) -> int:
     return pack
 
 
-def _splits(rows: int, items: int) -> int:
-    """Number of blocks that share a row: a power of two, more than one only where rows are few."""
-    splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * rows <= MULTIPROCESSORS and items >= 2 * splits * _LEAST_ITEMS:
-        splits *= 2
-    return splits
-
-
 def _teams(rows: int, items: int) -> tuple[Mapping[str, bool | int | float], Size3, Size3]:
     """Constants, grid and block: with many rows, a thread computes several of a row's `items`."""
     turns = next(turns for turns in (_MOST_TURNS, 2, 1) if turns == 1 or rows * items >= turns * FILLING)
@@ -128,14 +114,13 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
     variables = {place_of(view): f"row{numbers[view.buffer]}" for view in reads}
     scope = Scope(names, variables)
     definitions: dict[str, None] = {}
-    step, width = f"splits * Place::threads() * {pack}u", rows.reduced.numel
+    step, width = f"Place::threads() * {pack}u", rows.reduced.numel
     lines = [
         "begin_in_turn();",
         "const Place place;",
         f"if (place.row >= {rows.kept.numel}u) {{",
         "    return;",
         "}",
-        "const index_t thread = blockIdx.z * Place::threads() + place.thread();",
         f"const index_t begin = {offset_text(rows.kept, 'place.row')};",
     ]
 
@@ -143,7 +128,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
         needed = _needed(group, [result] if result is not None else kept, variables)
         text = group_text(needed, kept, pack, result=result, scope=scope)
         definitions.update(dict.fromkeys(text.functions))
-        lines.append(f"index_t {counter} = thread * {pack}u;")
+        lines.append(f"index_t {counter} = place.thread() * {pack}u;")
         for together in dict.fromkeys((turns, 1)):
             lines.extend(
                 [
@@ -167,7 +152,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
     for index, (call, operand) in enumerate(zip(reductions, rows.operands, strict=True)):
         definitions.update(dict.fromkeys([_traits(index, call, rows.reduced.numel)]))
         lines.append(f"{KINDS[call.kernel]}<Of{index}> state{index};")
-        go_through(f"at{index}", (), operand, [f"add_some(state{index}, found, at{index}, splits * Place::threads());"])
+        go_through(f"at{index}", (), operand, [f"add_some(state{index}, found, at{index}, Place::threads());"])
         lines.append(f"const float row{index} = result_of_team(state{index}, place);")
     elements = [view for view in stored if view.buffer not in numbers]
     if elements:
@@ -175,7 +160,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
     for index, view in enumerate(stored):
         if view.buffer in numbers:
             value = f"from<{TYPES[view.dtype]}>(row{numbers[view.buffer]})"
-            lines += ["if (thread == 0) {", f"    out{index}[place.row] = {value};", "}"]
+            lines += ["if (place.thread() == 0) {", f"    out{index}[place.row] = {value};", "}"]
     return lines, list(definitions)
 
 

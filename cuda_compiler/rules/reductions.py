@@ -24,7 +24,7 @@ FILLING = 512 * MULTIPROCESSORS  # threads that keep enough loads on their way
 _LINE = 128  # bytes side by side that threads should read together
 _LEAST_ACCESSES = 4  # of a thread, before more blocks share a result
 _MOST_RESULTS = 8  # of a thread, as registers allow
-STATE_WORDS = 3  # the most that a thread knows of a result, in words of 32 bits
+_STATE_WORDS = 3  # the most that a thread knows of a result, in words of 32 bits
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     chunks = groups(items, share)
     outputs: dict[str, View | None] = {"partial": None, "done": None, "out": walk.out}
     if chunks > 1:
-        states = (blocks, chunks, columns * walk.results * STATE_WORDS)
+        states = (blocks, chunks, columns * walk.results * _STATE_WORDS)
         outputs["partial"] = make.temporary(out.buffer, states, "int32")
         outputs["done"] = make.counters(out.buffer, blocks)
     constants = {
@@ -140,7 +140,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
         "walkers": walkers,
         "chunks": chunks,
         "share": share,
-        "most_words": STATE_WORDS,
+        "most_words": _STATE_WORDS,
     }
     return [
         make.kernel(
