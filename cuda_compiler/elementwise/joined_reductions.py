@@ -36,7 +36,7 @@ _REACH = 48  # groups between those that are joined
 _LONGEST = 32 * 1024  # elements of a row, which one block works on
 _FEW = 16  # rows; fewer leave most of the GPU idle
 _SHORT = 8 * 1024  # elements of a row where rows are few
-_SIDE_BY_SIDE = 16  # bytes that lie together in each row, unless there is little to read in all
+_SIDE_BY_SIDE = 32  # bytes of a row that lie together, as memory reads them, unless there is little to read in all
 _LITTLE = 2**20  # bytes
 
 Dims = list[tuple[int, int]]

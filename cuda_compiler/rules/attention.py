@@ -38,7 +38,8 @@ _WARPGROUP_TILES = ((192, 96), (128, 96), (64, 48))
 _THREE, _THREE_TIME = 192, 0.86  # rows of three warpgroups, and their time per row relative to two
 _NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
 _FILLED = 0.7  # of a block's rows, from which on it may have fewer
-_HALF = 0.5  # of a block's rows, from which on one tile is best for all rows and keys of a problem, as for a window
+# Problems, and the share of a block's rows, from which on one tile is best for all of a problem, as for windows.
+_WINDOWS, _HALF = 32, 0.5
 _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
@@ -116,7 +117,7 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     tiles = _fitting_tiles(q.shape[3], v.shape[3], make.gpu)
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
-        is_one = k.shape[2] <= tile_keys and _HALF * tile_rows < rows <= tile_rows
+        is_one = problems >= _WINDOWS and k.shape[2] <= tile_keys and _HALF * tile_rows < rows <= tile_rows
         if is_one or fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     fits_grid = max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) <= MAX_GRID[1]
