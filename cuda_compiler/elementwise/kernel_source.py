@@ -135,7 +135,7 @@ class GroupText:
 
 @dataclass(frozen=True)
 class Scope:
-    """What the groups that one kernel computes share.
+    """The names that the groups which one kernel computes share.
 
     Attributes:
         names: View that is loaded → the name of its argument.
