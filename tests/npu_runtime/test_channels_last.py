@@ -112,9 +112,8 @@ def check(
 def test_a_pointwise_convolution_is_a_product_of_pixels(
     batch: int, channels: int, out_channels: int, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    # The matrix unit multiplies 32 channels at once, pairs two: others are padded with zeros first.
-    multiple = 32 if layout().has_tiles else 2 if layout().has_pairs else 1
-    padded = dtype == torch.bfloat16 and channels % multiple
+    # Pairs of channels are multiplied at once: a channel without another is paired with zeros first.
+    padded = dtype == torch.bfloat16 and layout().has_pairs and channels % 2
     name = "conv2d_channels_last" if padded else "linear"
     for activation, residual, before in (("relu6", False, True), ("relu", True, True), ("silu", True, False)):
         x = images(batch, channels, *size, dtype=dtype)

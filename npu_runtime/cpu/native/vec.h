@@ -749,7 +749,7 @@ NPU_INLINE IVec to_numbers(Vec v, Vec low, Vec high) {
 }
 
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs, or of four bytes, in a matrix unit, where kHasTiles. A thread
-// may multiply while it has a TileState, and the process only if tiles_allowed().
+// may multiply while it has a TileState for that many steps, and the process only if tiles_allowed().
 inline constexpr int64_t kTileRows = 32, kTileSteps = 16;
 #if defined(NPU_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 inline constexpr bool kHasTiles = true;
@@ -758,15 +758,32 @@ inline bool tiles_allowed() {
   static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return allowed;
 }
-// Eight tiles of 16 rows of 64 bytes. It lies in memory, since g++ 12's intrinsic tells the compiler that 8 of its bytes are
-// read, which therefore left out the stores of the others to a variable.
-inline constexpr struct {
+// The shapes of the eight tiles: four of sums, and four of operands, in which x has 16 rows and a panel 64 bytes a row. Their
+// depth is that of the steps, or where these are not whole tiles, of a whole tile in the first two and of the rest in the others.
+struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-} kTileConfig;
+  uint16_t row_bytes[16] = {64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16};
+
+  explicit TileConfig(int64_t steps) {
+    const int64_t depth = std::min(steps, kTileSteps), rest = has_rest(steps) ? steps % kTileSteps : depth;
+    const bool mixed = has_rest(steps);
+    set(4, 16, depth);
+    mixed ? set(5, depth, 16) : set(5, 16, depth);
+    mixed ? set(6, 16, rest) : set(6, depth, 16);
+    set(7, rest, 16);
+  }
+  static bool has_rest(int64_t steps) { return steps > kTileSteps && steps % kTileSteps; }
+
+ private:
+  void set(int tile, int64_t height, int64_t width) { rows[tile] = height, row_bytes[tile] = 4 * width; }
+};
 struct TileState {
-  TileState() { asm volatile("ldtilecfg %0" ::"m"(kTileConfig)); }
+  // All of it lies in memory: g++ 12's intrinsic tells the compiler that 8 of its bytes are read, and it left out stores.
+  explicit TileState(int64_t steps = kTileSteps) {
+    const TileConfig config(steps);
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
   ~TileState() { _tile_release(); }
 };
 // sums[32][32] = the first four tiles, each with 16 rows of 16 sums of four bytes.
@@ -777,8 +794,42 @@ inline void store_tiles(T* sums) {
   _tile_stored(2, sums + 16 * 32, 128);
   _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
+// Sums += x · panel for steps of the depth that all tiles of operands have. Loads stand between products, which they wait for.
+inline void add_tiles(const bf16* x, int64_t x_stride, const bf16* panel) {
+  _tile_loadd(6, panel, 128);
+  _tile_loadd(4, x, 2 * x_stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, panel + 32, 128);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(5, x + 16 * x_stride, 2 * x_stride);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+// The same for a whole tile, and for the rest of the steps, beside each other.
+inline void add_whole_tiles(const bf16* x, int64_t x_stride, const bf16* panel) {
+  _tile_loadd(4, x, 2 * x_stride);
+  _tile_loadd(5, panel, 128);
+  _tile_dpbf16ps(0, 4, 5);
+  _tile_loadd(5, panel + 32, 128);
+  _tile_dpbf16ps(1, 4, 5);
+  _tile_loadd(4, x + 16 * x_stride, 2 * x_stride);
+  _tile_dpbf16ps(3, 4, 5);
+  _tile_loadd(5, panel, 128);
+  _tile_dpbf16ps(2, 4, 5);
+}
+inline void add_rest_of_tiles(const bf16* x, int64_t x_stride, const bf16* panel) {
+  _tile_loadd(6, x, 2 * x_stride);
+  _tile_loadd(7, panel, 128);
+  _tile_dpbf16ps(0, 6, 7);
+  _tile_loadd(7, panel + 32, 128);
+  _tile_dpbf16ps(1, 6, 7);
+  _tile_loadd(6, x + 16 * x_stride, 2 * x_stride);
+  _tile_dpbf16ps(3, 6, 7);
+  _tile_loadd(7, panel, 128);
+  _tile_dpbf16ps(2, 6, 7);
+}
 // sums[32][32] = x · panel; x is a plain matrix with rows x_stride values apart. Its columns lie in `parts` places, each
-// offsets[i] values from x on, of a multiple of kTileSteps `steps` each.
+// offsets[i] values from x on, of `steps` steps each.
 inline void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
                                 int64_t steps, float* sums) {
   read_from_here_on();  // g++ is not told that tiles are loaded from memory
@@ -786,17 +837,15 @@ inline void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* 
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+  const int64_t depth = std::min(steps, kTileSteps), rest = TileConfig::has_rest(steps) ? steps % kTileSteps : 0;
   for (int64_t part = 0; part < parts; ++part) {
-    const bf16* from = x + offsets[part];
-    for (int64_t s = 0; s < steps; s += kTileSteps, from += 2 * kTileSteps, panel += 64 * kTileSteps) {
-      _tile_loadd(4, from, 2 * x_stride);
-      _tile_loadd(5, from + 16 * x_stride, 2 * x_stride);
-      _tile_loadd(6, panel, 128);
-      _tile_loadd(7, panel + 32, 128);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+    const bf16 *from = x + offsets[part], *end = from + 2 * (steps - rest);
+    if (rest) {
+      for (; from < end; from += 2 * depth, panel += 64 * depth) add_whole_tiles(from, x_stride, panel);
+      add_rest_of_tiles(from, x_stride, panel);
+      panel += 64 * rest;
+    } else {
+      for (; from < end; from += 2 * depth, panel += 64 * depth) add_tiles(from, x_stride, panel);
     }
   }
   store_tiles(sums);
@@ -827,7 +876,9 @@ inline void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t
 #else
 inline constexpr bool kHasTiles = false;
 inline bool tiles_allowed() { return false; }
-struct TileState {};
+struct TileState {
+  explicit TileState(int64_t = kTileSteps) {}
+};
 void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
                          int64_t steps, float* sums);
 void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps, const int32_t* start,

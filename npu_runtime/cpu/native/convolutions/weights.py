@@ -51,18 +51,15 @@ class PackedConv:
     def matrix(self) -> PackedWeight:
         """The weight for images with channels innermost: that of a linear layer whose inputs are windows.
 
-        Windows are kernel rows, kernel columns, channels, and zeros up to what the matrix unit takes at once. The rows
-        of each of several groups are followed by zeros that fill its last panel.
+        Windows are kernel rows, kernel columns, channels, and a zero where the kernel multiplies pairs and one lacks its
+        second number. The rows of each of several groups are followed by zeros that fill its last panel.
         """
         rows = self.weight.transpose(0, 2, 3, 1).reshape(len(self.weight), -1)
         if self.groups > 1:
             of_groups = rows.reshape(self.groups, -1, rows.shape[1])
             whole = np.pad(of_groups, ((0, 0), (0, -of_groups.shape[1] % layout().panel), (0, 0)))
             rows = whole.reshape(-1, rows.shape[1])
-        multiple = 1
-        if self.weight.dtype == BFLOAT16 and layout().has_pairs:
-            multiple = 2 * TILE_PAIRS if layout().has_tiles else 2
-        return _packed_matrix(rows, multiple)
+        return _packed_matrix(rows, 2 if self.weight.dtype == BFLOAT16 and layout().has_pairs else 1)
 
     @cached_property
     def planar_matrix(self) -> PackedWeight:

@@ -220,7 +220,7 @@ void linear(Products products) {
     const int64_t steps = divide_up(a.k, Step<W>::kWidth);
     if (are_few) return run_streams<W>(products, steps);
     if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
-      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) {
+      if (a.x.size[2] >= kTileRows && a.k % Step<W>::kWidth == 0 && tiles_allowed()) {
         const W* weight = static_cast<const W*>(a.weight);
         return run_tiles(a, steps, kMaxTaskRows, [&](int64_t panel) { return weight + panel * steps * 2 * kPanel; });
       }

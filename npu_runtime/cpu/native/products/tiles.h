@@ -57,7 +57,7 @@ void run_tiles(const LinearArgs& a, int64_t steps, int64_t task_rows, const Pane
     finish(a, sums + block.left_out * kPanel, block.row, kTileRows - block.left_out, block.column);
   };
   parallel_for(row_tasks * panels, tile_grain(row_tasks * panels, blocks / row_tasks), [&](int64_t begin, int64_t end, int) {
-    [[maybe_unused]] const TileState state;
+    [[maybe_unused]] const TileState state(steps);
     TileSums<Block, decltype(finish_block)> sums(finish_block);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t p = task % panels, row_task = task / panels;
