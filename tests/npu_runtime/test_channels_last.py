@@ -215,6 +215,20 @@ def test_a_convolution_gathers_the_windows_of_groups(drawing: int, dtype: torch.
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drawing", range(6))
+def test_a_convolution_copies_the_lines_of_many_groups(drawing: int, dtype: torch.dtype, seed: int) -> None:
+    rng = np.random.default_rng([seed, drawing])
+    groups, pairs, outs = (int(rng.integers(*limits)) for limits in ((2, 40), (4, 30), (1, 50)))
+    batch, *size = rng.integers(1, 5, 1).tolist() + rng.integers(5, 30, 2).tolist()
+    x = images(batch, groups * 2 * pairs, *size, dtype=dtype, gap=int(rng.integers(40)))
+    kernel, stride = tuple(rng.integers(2, 4, 2).tolist()), tuple(rng.integers(1, 3, 2).tolist())
+    window = {"stride": stride, "padding": tuple(rng.integers(0, 3, 4).tolist()), "groups": groups}
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="relu", **window)
+    check(x, groups * outs, kernel, "conv2d_channels_last", activation="silu", residual=True, in_place=True, **window)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("channels", "out_channels", "kernel", "stride", "padding", "dilation"),
