@@ -73,6 +73,31 @@ void run(const PointwiseArgs& args) {
   });
 }
 
+// out = a + b or a * b for operands of one type whose neighbours follow each other, or are one number; b may be absent.
+template <class T, Combine combine>
+void run_neighbours(const PointwiseArgs& args) {
+  const View &a = args.a, &b = args.b, &out = args.out;
+  for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
+    const T* x = reinterpret_cast<const T*>(a.data) + offset(a, i, j, k);
+    const T* y = reinterpret_cast<const T*>(b.data) + offset(b, i, j, k);
+    T* to = reinterpret_cast<T*>(out.data) + offset(out, i, j, k);
+    const Vec number = combine != Combine::none && b.stride[3] == 0 ? splat(load_n(y, 1)[0]) : Vec{};
+    const auto results = [&]<bool kNumber>(std::bool_constant<kNumber>) __attribute__((always_inline)) {
+      const auto result = [&](int64_t at, int64_t count) __attribute__((always_inline)) {
+        const Vec first = load_n(x + at, count);
+        if constexpr (combine == Combine::none) return first;
+        const Vec second = kNumber ? number : load_n(y + at, count);
+        return combine == Combine::add ? first + second : first * second;
+      };
+      int64_t at = begin;
+      for (; at + 2 * kLanes <= end; at += 2 * kLanes)
+        store_both(to + at, kLanes, result(at, kLanes), result(at + kLanes, kLanes));
+      for (; at < end; at += kLanes) store_n(to + at, result(at, end - at), end - at);
+    };
+    combine != Combine::none && b.stride[3] == 0 ? results(std::true_type()) : results(std::false_type());
+  });
+}
+
 // Whether neighbours are in a column.
 NPU_INLINE bool is_turned(const View& view) { return view.data && view.stride[2] == 1 && view.stride[3] > 1; }
 
@@ -132,8 +157,12 @@ void pointwise(const PointwiseArgs& args) {
     return with_activation(args.activation, [&](auto tag) { run<Mixed, decltype(tag)::value>(args); });
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (args.combine != Combine::none && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
-    else run<Same<T>, Activation::none>(args);
+    const bool combines = args.combine != Combine::none;
+    if (combines && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
+    else if (args.a.stride[3] != 1 || (combines && args.b.stride[3] > 1)) run<Same<T>, Activation::none>(args);
+    else if (!combines) run_neighbours<T, Combine::none>(args);
+    else if (args.combine == Combine::add) run_neighbours<T, Combine::add>(args);
+    else run_neighbours<T, Combine::multiply>(args);
   });
 }
 
