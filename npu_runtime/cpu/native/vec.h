@@ -758,8 +758,8 @@ inline bool tiles_allowed() {
   static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return allowed;
 }
-// The shapes of the eight tiles: four of sums, and four of operands, in which x has 16 rows and a panel 64 bytes a row. Their
-// depth is that of the steps, or where these are not whole tiles, of a whole tile in the first two and of the rest in the others.
+// The shapes of the eight tiles: four of sums, and four of operands, in which x has 16 rows and a panel 64 bytes a row. All
+// four are as deep as the steps, a whole tile at most; where more steps are no whole tiles, two are as deep as the rest.
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64};
@@ -829,9 +829,11 @@ inline void add_rest_of_tiles(const bf16* x, int64_t x_stride, const bf16* panel
   _tile_dpbf16ps(2, 6, 7);
 }
 // sums[32][32] = x · panel; x is a plain matrix with rows x_stride values apart. Its columns lie in `parts` places, each
-// offsets[i] values from x on, of `steps` steps each.
-inline void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
-                                int64_t steps, float* sums) {
+// offsets[i] values from x on, of `steps` steps each. Calls between() after the products of each depth of tiles: the vector
+// units have time for other work.
+template <class Between>
+NPU_INLINE void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
+                                    int64_t steps, float* sums, const Between& between) {
   read_from_here_on();  // g++ is not told that tiles are loaded from memory
   _tile_zero(0);
   _tile_zero(1);
@@ -840,13 +842,14 @@ inline void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* 
   const int64_t depth = std::min(steps, kTileSteps), rest = TileConfig::has_rest(steps) ? steps % kTileSteps : 0;
   for (int64_t part = 0; part < parts; ++part) {
     const bf16 *from = x + offsets[part], *end = from + 2 * (steps - rest);
-    if (rest) {
-      for (; from < end; from += 2 * depth, panel += 64 * depth) add_whole_tiles(from, x_stride, panel);
-      add_rest_of_tiles(from, x_stride, panel);
-      panel += 64 * rest;
-    } else {
-      for (; from < end; from += 2 * depth, panel += 64 * depth) add_tiles(from, x_stride, panel);
+    for (; from < end; from += 2 * depth, panel += 64 * depth) {
+      rest ? add_whole_tiles(from, x_stride, panel) : add_tiles(from, x_stride, panel);
+      between();
     }
+    if (!rest) continue;
+    add_rest_of_tiles(from, x_stride, panel);
+    between();
+    panel += 64 * rest;
   }
   store_tiles(sums);
 }
@@ -879,16 +882,18 @@ inline bool tiles_allowed() { return false; }
 struct TileState {
   explicit TileState(int64_t = kTileSteps) {}
 };
-void multiply_tile_parts(const bf16* x, int64_t x_stride, const int64_t* offsets, int64_t parts, const bf16* panel,
-                         int64_t steps, float* sums);
+template <class Between>
+void multiply_tile_parts(const bf16*, int64_t, const int64_t*, int64_t, const bf16*, int64_t, float*, const Between&) {}
 void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps, const int32_t* start,
                          int32_t* sums);
 #endif
 
 // The same as multiply_tile_parts for an x whose columns follow each other.
-NPU_INLINE void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
+template <class Between>
+NPU_INLINE void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums,
+                               const Between& between) {
   const int64_t offset = 0;
-  multiply_tile_parts(x, x_stride, &offset, 1, panel, steps, sums);
+  multiply_tile_parts(x, x_stride, &offset, 1, panel, steps, sums, between);
 }
 
 // p * 2^k for an integral k, right below the normal range too.

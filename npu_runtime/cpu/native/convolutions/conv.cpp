@@ -288,7 +288,7 @@ void run_tiles(const ConvArgs& a, const Planes<T>& planes, float* memory) {
       const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
       for (int64_t p = 0; p * kPanel < count; ++p) {
         const bf16* panel = as_operand<bf16>(columns + p * tasks.panel_size);
-        multiply_tiles(as_operand<bf16>(weight), 2 * depth, panel, depth, tile);
+        multiply_tiles(as_operand<bf16>(weight), 2 * depth, panel, depth, tile, [] {});
         finish(a, item, {tile, kPanel, rows, std::min(kPanel, count - p * kPanel), group * a.out_channels + channel,
                          pixel + p * kPanel});
       }

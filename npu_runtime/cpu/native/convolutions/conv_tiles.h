@@ -126,7 +126,8 @@ struct TileTasks {
   }
 
  private:
-  // Of a block and a tile's depth; and bytes that come from another core's caches, or from L3, and push each other out of L2.
+  // Of a block and a tile's depth; and bytes that come from another core's caches or from L3, where L2 holds them and where
+  // they push each other out of it.
   static constexpr double kBlockCycles = 64, kBytesPerCycle = 8, kFarBytesPerCycle = 4;
 
   static int64_t more(int64_t number) { return std::max(number + 1, number * 3 / 2); }
@@ -187,10 +188,10 @@ struct FinishPlaced {
   const PaddedLines& lines;
   const Finish finish;
 
-  void operator()(const PlacedSums& block, const float* sums) const {
-    const int64_t end = std::min(block.place + kTileRows, block.places);
-    int64_t y = block.place / lines.width, x = block.place % lines.width;
-    for (int64_t place = block.place; place < end; place += lines.width - x, ++y, x = 0) {
+  void operator()(const PlacedSums& block, const float* sums, int64_t first, int64_t last) const {
+    const int64_t begin = block.place + first, end = std::min(block.place + last, block.places);
+    int64_t y = begin / lines.width, x = begin % lines.width;
+    for (int64_t place = begin; place < end; place += lines.width - x, ++y, x = 0) {
       const int64_t count = std::min(lines.out_w - x, end - place), row = block.pixel + y * lines.out_w + x;
       if (count > 0) finish(*block.layer, sums + (place - block.place) * kPanel, row, count, block.column);
     }
@@ -208,7 +209,7 @@ class TileThread {
         taps_(a.kernel_h * a.kernel_w),
         elements_(lines.elements(tasks.rows)),
         finish_{lines, finish_for(a.linear)},
-        sums_(finish_) {
+        sums_(finish_, tiles_of_taps(a)) {
     const int64_t tap_bytes = round_up(taps_ * sizeof(int64_t), 64);
     char* memory = thread_scratch().get<char>(tap_bytes + tasks.items * lines.bytes(tasks.rows));
     offsets_ = reinterpret_cast<int64_t*>(memory);
@@ -250,7 +251,8 @@ class TileThread {
   void multiply(const bf16* x, int64_t panel, int64_t places, int64_t pixel) {
     const bf16* weight = static_cast<const bf16*>(layer_->weight) + panel * layer_->k * kPanel;
     for (int64_t place = 0; place < places; place += kTileRows) {
-      multiply_tile_parts(x + place * lines_.pixel, lines_.pixel, offsets_, taps_, weight, a_.channels / 2, sums_.next());
+      multiply_tile_parts(x + place * lines_.pixel, lines_.pixel, offsets_, taps_, weight, a_.channels / 2, sums_.next(),
+                          [&]() __attribute__((always_inline)) { sums_.after_product(); });
       sums_.put({layer_, place, places, pixel, panel * kPanel});
     }
   }

@@ -51,8 +51,8 @@ class PackedConv:
     def matrix(self) -> PackedWeight:
         """The weight for images with channels innermost: that of a linear layer whose inputs are windows.
 
-        Windows are kernel rows, kernel columns, channels, and a zero where the kernel multiplies pairs and one lacks its
-        second number. The rows of each of several groups are followed by zeros that fill its last panel.
+        Windows are kernel rows, kernel columns, channels, and a zero where the kernel multiplies pairs and one lacks
+        its second number. The rows of each of several groups are followed by zeros that fill its last panel.
         """
         rows = self.weight.transpose(0, 2, 3, 1).reshape(len(self.weight), -1)
         if self.groups > 1:
