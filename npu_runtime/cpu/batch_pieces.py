@@ -2,7 +2,7 @@
 
 The images of a batch do not depend on each other: calls that follow each other, each for all images, may as well all
 run for the first images, and then all for the next ones. What they pass on takes the memory of one piece. But every
-piece reads the weights again, so a call stays whole whose weights are larger than its images.
+piece reads the weights again, so a call stays whole for which these readings together are larger than its images.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_in_pieces(plan: ExecutionPlan, threads: int, alignment: int) -> Executio
     calls: list[KernelCall] = []
     buffers = dict(plan.buffers)
     for is_cut, group in groupby(
-        plan.calls, lambda call: _can_be_cut(call, batch, plan) and _is_mostly_images(call, plan)
+        plan.calls, lambda call: _can_be_cut(call, batch, plan) and _is_mostly_images(call, pieces, plan)
     ):
         stretch = list(group)
         if not is_cut or sum(map(_is_convolution, stretch)) < 2:
@@ -77,11 +77,11 @@ def _can_be_cut(call: KernelCall, batch: int, plan: ExecutionPlan) -> bool:
     )
 
 
-def _is_mostly_images(call: KernelCall, plan: ExecutionPlan) -> bool:
-    """Whether a call's constants are no larger than its other operands together."""
+def _is_mostly_images(call: KernelCall, pieces: int, plan: ExecutionPlan) -> bool:
+    """Whether a call's constants, read once for each piece, are no larger than its other operands together."""
     views = (*call.inputs, *call.outputs)
     constants = sum(view.numel for view in views if plan.buffers[view.buffer].is_constant)
-    return 2 * constants <= sum(view.numel for view in views)
+    return (pieces + 1) * constants <= sum(view.numel for view in views)
 
 
 def _hold_batches(call: KernelCall) -> list[bool]:
