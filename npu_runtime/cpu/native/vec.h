@@ -766,8 +766,8 @@ struct TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16};
 
   explicit TileConfig(int64_t steps) {
-    const int64_t depth = std::min(steps, kTileSteps), rest = has_rest(steps) ? steps % kTileSteps : depth;
     const bool mixed = has_rest(steps);
+    const int64_t depth = std::clamp<int64_t>(steps, 1, kTileSteps), rest = mixed ? steps % kTileSteps : depth;
     set(4, 16, depth);
     mixed ? set(5, depth, 16) : set(5, 16, depth);
     mixed ? set(6, 16, rest) : set(6, depth, 16);

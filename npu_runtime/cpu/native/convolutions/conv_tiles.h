@@ -109,7 +109,8 @@ struct TileTasks {
         const double blocks = some_items * lines.blocks(some_rows), block_cycles = kBlockCycles * tiles_of_taps(a);
         const double of_panel = a.linear.k * kPanel * sizeof(bf16) / kBytesPerCycle + blocks * block_cycles;
         const double of_slice = a.groups > 1 ? panels * of_panel : of_panel;
-        const double cycles = (bytes / (near ? kBytesPerCycle : kFarBytesPerCycle) + together * of_slice) * divide_up(copies * some, num_threads());
+        const double of_task = bytes / (near ? kBytesPerCycle : kFarBytesPerCycle) + together * of_slice;
+        const double cycles = of_task * divide_up(copies * some, num_threads());
         if (fits && (!count || cycles < least)) {
           least = cycles;
           items = some_items, rows = some_rows, parts = some, groups = some_groups;
