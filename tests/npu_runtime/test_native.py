@@ -88,7 +88,7 @@ def test_linear(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("left_over", range(1, 33))
 def test_linear_ends_with_any_part_of_a_panel(dtype: torch.dtype, left_over: int, seed: int) -> None:
     rng = random.Random(f"{seed} {left_over}")
-    rows, columns, inner = rng.randint(13, 40), 32 * rng.randint(0, 2) + left_over, rng.randint(1, 90)
+    rows, columns, inner = rng.randint(13, 100), 32 * rng.randint(0, 2) + left_over, rng.randint(1, 200)
     x, weight = strided(rows, inner, dtype=dtype), (torch.randn(columns, inner) / inner**0.5).to(dtype)
     bias, out = torch.randn(columns).to(dtype), blank(rows, columns, dtype=dtype)
     run(native.linear(x, native.pack_linear_weight(weight), bias, None, "relu", out))
