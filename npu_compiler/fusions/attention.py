@@ -53,8 +53,9 @@ def _biased_and_masked(scores: Pattern) -> Pattern:
 def _attention_patterns() -> tuple[P, ...]:
     """softmax(q · kᵀ · scale + bias + mask) · v, where k arrives transposed and any step may be cast or reshaped.
 
-    Between the bias and the mask, windows may get a dimension of their own, as in Swin. The scale is a number, or a gain for each row of scores, as of each head. The scaled scores may have a soft cap. Or
-    the transpose of that, vᵀ · softmax(…)ᵀ, where vᵀ arrives.
+    Between the bias and the mask, windows may get a dimension of their own, as in Swin. The scale is a number, or a
+    gain for each row of scores, as of each head. The scaled scores may have a soft cap. Or the transpose of that,
+    vᵀ · softmax(…)ᵀ, where vᵀ arrives.
     """
     raw = P(_PRODUCTS, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), mul(raw, gain), raw)
