@@ -40,10 +40,6 @@ def _capped(scores: Pattern) -> P:
     return mul(P("aten.tanh", (P("aten.div", (scores, Num("cap"))),)), Num("bound"))
 
 
-def _adds(pattern: Pattern) -> bool:
-    return isinstance(pattern, P) and pattern.ops == "aten.add"
-
-
 def _biased_and_masked(scores: Pattern) -> Pattern:
     """Scores to which a bias and then a mask is added, with reshapes around the second addition."""
     biased = replace(add(scores, bias), bind="biased")
@@ -59,14 +55,10 @@ def _attention_patterns() -> tuple[P, ...]:
     """
     raw = P(_PRODUCTS, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), mul(raw, gain), raw)
-    result: list[Pattern] = []
-    for scores in scaled:
-        scores = Maybe(scores)  # type: ignore[assignment]
-        for bounded in (scores, _capped(scores)):
-            result += (add(bounded, mask), bounded)
     prescaled = P(_PRODUCTS, (mul(q, Num("scale")), k))
-    both = [_biased_and_masked(each) for each in (prescaled, *result) if not _adds(each)]
-    weights = [Maybe(_softmax(Maybe(logits))) for logits in (*both, add(prescaled, mask), prescaled, *result)]
+    every = [prescaled, *(bounded for scores in map(Maybe, scaled) for bounded in (scores, _capped(scores)))]
+    logits = [*map(_biased_and_masked, every), *(each for scores in every for each in (add(scores, mask), scores))]
+    weights = [Maybe(_softmax(Maybe(each))) for each in logits]
     turned = (P("aten.transpose aten.permute", (each,), where=_swaps_last_dims) for each in weights)
     return (*(P(_PRODUCTS, (each, v)) for each in weights), *(P(_PRODUCTS, (v, each)) for each in turned))
 
