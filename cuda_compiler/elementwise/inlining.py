@@ -162,20 +162,16 @@ def _is_readable_pick(call: KernelCall) -> bool:
 
 
 def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
-    """The results as parts of one buffer that differ in the interval of one of its dimensions; empty if they do not."""
+    """The results as parts of one buffer, each an interval of every dimension; empty if they do not divide it."""
     views = [view for _, view in results]
     first = views[0]
     if any(view.rank != first.rank for view in views):
         return []
     dims = [dim for dim in range(first.rank) if any(view.shape[dim] > 1 for view in views)]
-    steps = [max(view.strides[dim] for view in views if view.shape[dim] > 1) for dim in dims]
-    if any(
-        view.strides[dim] != step
-        for dim, step in zip(dims, steps, strict=True)
-        for view in views
-        if view.shape[dim] > 1
-    ):
+    found = [{view.strides[dim] for view in views if view.shape[dim] > 1} for dim in dims]
+    if any(len(each) > 1 for each in found):
         return []
+    steps = [step for each in found for step in each]
     steps += [] if steps and steps[-1] == 1 else [1]
     total = sum(view.numel for view in views)
     bounds = [total, *steps]
