@@ -153,11 +153,13 @@ def _generate(
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
+        if not stored:
+            continue
         if group.rows is not None:
             calls.append(reductions_with_groups(make, group, stored))
-        elif is_fused and stored:
+        elif is_fused:
             calls.append(rows_with_groups(make, group, stored))
-        elif stored:
+        else:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"
             copied = transposing_copy(make, call) if alone and len(group.reads) == 1 and not group.inlined else None
             calls.append(copied or generate_elementwise(group, stored, make))

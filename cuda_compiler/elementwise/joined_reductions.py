@@ -4,8 +4,7 @@ Given:  t = x * w;  m = mean(t, dim=-1);  (u = t - m; y = u * s)
 Result: (t = x * w; m = mean(t, dim=-1); u = t - m; y = u * s)
 
 Several reductions of the same rows are joined, and rows may be any dimensions, such as the pixels and channels of a
-group. What a reduction needs of the element-wise calls is computed for it again, so that rows of
-any length fit.
+group. What a reduction needs of the element-wise calls is computed for it again, so that rows of any length fit.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SHORT = 8 * 1024  # elements of a row where rows are few
 _SIDE_BY_SIDE = 32  # bytes of a row that lie together, as memory reads them, unless there is little to read in all
 _LITTLE = 2**20  # bytes
 
-Dims = list[tuple[int, int]]
+_Dims = list[tuple[int, int]]
 
 
 def join_reductions(groups: Sequence[Group]) -> list[Group]:
@@ -64,7 +63,7 @@ def _is_joinable(group: Group) -> bool:
     if call.kernel not in KINDS or call.source or group.rows is not None:
         return False
     (x,), (out,) = call.inputs, call.outputs
-    if not (is_float(x.dtype) and is_float(out.dtype) and 0 < out.numel < x.numel and is_dense(out)):
+    if not (is_float(x.dtype) and is_float(out.dtype) and 0 < out.numel < x.numel and _is_dense(out)):
         return False
     width = x.numel // out.numel
     if width > _LONGEST or (out.numel < _FEW and width > _SHORT):
@@ -76,12 +75,12 @@ def _is_joinable(group: Group) -> bool:
     )
 
 
-def is_dense(view: View) -> bool:
+def _is_dense(view: View) -> bool:
     """Whether a view's elements lie one behind the other in its own order."""
     return place_of(view).strides in ((), (1,))
 
 
-def _rows_by(steps: Sequence[int], call: KernelCall) -> tuple[Dims, Dims]:
+def _rows_by(steps: Sequence[int], call: KernelCall) -> tuple[_Dims, _Dims]:
     """The kept and the reduced dimensions of a reduction as (size, step), merged where possible, the latter by steps.
 
     Args:
@@ -92,7 +91,7 @@ def _rows_by(steps: Sequence[int], call: KernelCall) -> tuple[Dims, Dims]:
     return _merged(dims[:at]), _merged(sorted(dims[at:], key=lambda dim: -dim[1]))
 
 
-def _merged(dims: Dims) -> Dims:
+def _merged(dims: _Dims) -> _Dims:
     sizes, (steps,) = collapse([size for size, _ in dims], [step for _, step in dims])
     return list(zip(sizes, steps, strict=True))
 
@@ -128,7 +127,7 @@ class _Chain:
 
     at: int
     members: list[int]
-    rows: tuple[Dims, Dims]
+    rows: tuple[_Dims, _Dims]
     calls: list[KernelCall]
     work: Group | None
     operands: dict[View, View]
@@ -189,7 +188,7 @@ class _Chain:
         return Group(self.calls, list(reads.values()), [*own.writes, *self.operands], own.inlined, rows=rows)
 
 
-def _view_of(dims: Dims) -> View:
+def _view_of(dims: _Dims) -> View:
     """A view of no buffer with some dimensions."""
     return View("", tuple(size for size, _ in dims), tuple(step for _, step in dims), 0, "float32")
 

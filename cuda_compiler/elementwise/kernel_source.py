@@ -36,13 +36,49 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     width = _vector_width(group, stored)
     threads = -(-group.numel // width)
     block = min(_BLOCK, WARP * groups(threads, WARP))
-    name = function_name(group)
-    text = _source(group, stored, width, block, name)
-    last = group.calls[-1]
-    launch = KernelLaunch(check_grid((groups(threads, block), 1, 1), last), (block, 1, 1), 0)
+    text = group_text(group, stored, width)
+    lines = [
+        f"const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
+        f"if (first >= {group.numel}u) {{",
+        "    return;",
+        "}",
+        *text.statements,
+    ]
+    return generated_call(
+        make, group, stored, GroupText(text.arguments, text.functions, lines), groups(threads, block), block
+    )
+
+
+def generated_call(
+    make: Specializer, group: Group, stored: Sequence[View], text: GroupText, blocks: int, threads: int
+) -> KernelCall:
+    """The call of a kernel that computes a group.
+
+    Args:
+        stored: The views that the kernel writes.
+        text: The kernel's arguments, the definitions before it and its statements.
+        blocks, threads: Number of blocks and of threads per block.
+    """
+    name, last = function_name(group), group.calls[-1]
+    numbered = group.rows.operands if group.rows is not None else ()
+    signature = f'extern "C" __global__ void __launch_bounds__({threads}) {name}({", ".join(text.arguments)})'
+    source = "\n".join(
+        [
+            index_type([*group.loads, *stored, *numbered]) + template_text("common/common.cuh"),
+            template_text("common/overlap.cuh"),
+            template_text("elementwise/elementwise.cuh"),
+            *text.functions,
+            "",
+            f"{signature} {{",
+            *(line if line.startswith("#") else f"    {line}" for line in ("begin_in_turn();", *text.statements)),
+            "}",
+            "",
+        ]
+    )
+    launch = KernelLaunch(check_grid((blocks, 1, 1), last), (threads, 1, 1), 0)
     return KernelCall(
         name,
-        make.add_source(text),
+        make.add_source(source),
         tuple(group.loads),
         tuple(stored),
         launch.params(),
@@ -133,6 +169,23 @@ class GroupText:
     statements: list[str]
 
 
+def names_of(group: Group) -> dict[View, str]:
+    """View that a group's kernel loads → the name of its argument."""
+    return {view: f"in{index}" for index, view in enumerate(group.loads)}
+
+
+def arguments_of(names: Mapping[View, str], stored: Sequence[View]) -> list[str]:
+    """The declarations of a kernel's arguments: those of loaded views, by `names_of`, then those of stored ones."""
+    written = {view.buffer for view in stored}
+    return [
+        *(
+            f"const {TYPES[view.dtype]} *{'' if view.buffer in written else '__restrict__ '}{name}"
+            for view, name in names.items()
+        ),
+        *(f"{TYPES[view.dtype]} *out{index}" for index, view in enumerate(stored)),
+    ]
+
+
 @dataclass(frozen=True)
 class Scope:
     """The names that the groups which one kernel computes share.
@@ -167,12 +220,7 @@ def group_text(
         scope: What other groups of the same kernel have defined; None for none.
     """
     bound = bound or str(width)
-    written = {view.buffer for view in stored}
-    inputs = scope.names if scope else {view: f"in{index}" for index, view in enumerate(group.loads)}
-    arguments = [
-        f"const {TYPES[view.dtype]} *{'' if view.buffer in written else '__restrict__ '}{name}"
-        for view, name in inputs.items()
-    ]
+    inputs = scope.names if scope else names_of(group)
     body = _Body(inputs)
     if scope is not None:
         body.functions = scope.functions
@@ -202,39 +250,12 @@ def group_text(
         body.lane.append(f"values[lane] = {body.values[place_of(result)][0]};")
     for view in stored:
         index = outputs[place_of(view)]
-        arguments.append(f"{TYPES[view.dtype]} *out{index}")
         _write(body, view, index, width, bound)
     statements = [*body.before, *_for_each_lane(body.lane, bound), *body.after]
     needed = {function.name for call in all_calls(group) for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
-    return GroupText(arguments, [*special, *helpers], statements)
-
-
-def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
-    text = group_text(group, stored, width)
-    lines = [
-        "    begin_in_turn();",
-        f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
-        f"    if (first >= {group.numel}u) {{",
-        "        return;",
-        "    }",
-        *(line if line.startswith("#") else f"    {line}" for line in text.statements),
-    ]
-    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(text.arguments)})'
-    return "\n".join(
-        [
-            index_type([*group.loads, *stored]) + template_text("common/common.cuh"),
-            template_text("common/overlap.cuh"),
-            template_text("elementwise/elementwise.cuh"),
-            *text.functions,
-            "",
-            f"{signature} {{",
-            *lines,
-            "}",
-            "",
-        ]
-    )
+    return GroupText(arguments_of(inputs, stored), [*special, *helpers], statements)
 
 
 def _element_kind(view: View) -> str:

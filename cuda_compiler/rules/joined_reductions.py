@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, Rows, place_of
-from cuda_compiler.elementwise.inlining import loaded_bytes
 from cuda_compiler.elementwise.joined_reductions import KINDS
-from cuda_compiler.elementwise.kernel_source import Scope, function_name, group_text
+from cuda_compiler.elementwise.kernel_source import GroupText, Scope, arguments_of, generated_call, group_text, names_of
 from cuda_compiler.rules.reductions import FILLING
 from cuda_compiler.rules.rows import MOST_WARPS, small_teams_for
-from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, offset_text
+from cuda_compiler.specialization.c_text import TYPES, float_text, offset_text
 from cuda_compiler.specialization.gpu import WARP
-from cuda_compiler.specialization.sizes import Size3, check_grid, groups
+from cuda_compiler.specialization.sizes import Size3, groups
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.dtypes import itemsize
-from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
 
 _WIDEST = 8  # elements that a thread computes side by side
@@ -40,41 +38,11 @@ def reductions_with_groups(make: Specializer, group: Group, stored: Sequence[Vie
     items = rows.reduced.numel // pack
     constants, grid, block = _teams(rows.kept.numel, items)
     turns = min(_MOST_TURNS, max(1, items // (int(constants["team_warps"]) * int(constants["team_lanes"]))))
-    name, last = function_name(group), group.calls[-1]
     lines, definitions = _body(group, rows, stored, pack, turns)
-    arguments = [
-        f"const {TYPES[view.dtype]} *{_restrict(view, stored)}in{index}" for index, view in enumerate(group.loads)
-    ]
-    arguments += [f"{TYPES[view.dtype]} *out{index}" for index, view in enumerate(stored)]
-    text = "\n".join(
-        [
-            index_type([*group.loads, *stored, *rows.operands]) + template_text("common/common.cuh"),
-            template_text("common/overlap.cuh"),
-            template_text("elementwise/elementwise.cuh"),
-            *(f"constexpr int {key} = {value};" for key, value in constants.items()),
-            template_text("reductions/teams.cuh"),
-            *definitions,
-            f'extern "C" __global__ void __launch_bounds__({block[0]}) {name}({", ".join(arguments)}) {{',
-            *(line if line.startswith("#") else f"    {line}" for line in lines),
-            "}",
-            "",
-        ]
-    )
-    launch = KernelLaunch(check_grid(grid, last), block, 0)
-    return KernelCall(
-        name,
-        make.add_source(text),
-        tuple(group.loads),
-        tuple(stored),
-        launch.params(),
-        last.node,
-        sum(call.flops for call in group.calls),
-        loaded_bytes(group) + sum(distinct_bytes(view) for view in stored),
-    )
-
-
-def _restrict(view: View, stored: Sequence[View]) -> str:
-    return "" if view.buffer in {each.buffer for each in stored} else "__restrict__ "
+    division = (f"constexpr int {key} = {value};" for key, value in constants.items())
+    before = [*division, template_text("reductions/teams.cuh"), *definitions]
+    text = GroupText(arguments_of(names_of(group), stored), before, lines)
+    return generated_call(make, group, stored, text, grid[0], block[0])
 
 
 def _pack(rows: Rows, views: Sequence[View]) -> int:
@@ -109,14 +77,12 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
     """
     reductions = [call for call in group.calls if call.kernel in KINDS]
     numbers = {call.outputs[0].buffer: index for index, call in enumerate(reductions)}
-    names = {view: f"in{index}" for index, view in enumerate(group.loads)}
     reads = [view for call in group.calls for view in call.inputs if view.buffer in numbers]
     variables = {place_of(view): f"row{numbers[view.buffer]}" for view in reads}
-    scope = Scope(names, variables)
+    scope = Scope(names_of(group), variables)
     definitions: dict[str, None] = {}
     step, width = f"Place::threads() * {pack}u", rows.reduced.numel
     lines = [
-        "begin_in_turn();",
         "const Place place;",
         f"if (place.row >= {rows.kept.numel}u) {{",
         "    return;",
@@ -130,21 +96,20 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
         definitions.update(dict.fromkeys(text.functions))
         lines.append(f"index_t {counter} = place.thread() * {pack}u;")
         for together in dict.fromkeys((turns, 1)):
+            found = [] if result is None else [f"    float found[{together}][{pack}];"]
+            values = [] if result is None else [f"        float (&values)[{pack}] = found[turn];"]
             lines.extend(
                 [
                     f"for (; {counter} + {together - 1}u * {step} < {width}u; {counter} += {together}u * {step}) {{",
-                    *(f"    {line}" for line in (f"float found[{together}][{pack}];",) * (result is not None)),
+                    *found,
                     "#pragma unroll",
                     f"    for (int turn = 0; turn < {together}; turn++) {{",
                     f"        const index_t column = {counter} + turn * {step};",
                     f"        const index_t first = begin + {offset_text(rows.reduced, 'column')};",
-                    *(
-                        f"        {line}"
-                        for line in (f"float (&values)[{pack}] = found[turn];",) * (result is not None)
-                    ),
+                    *values,
                     *(line if line.startswith("#") else f"        {line}" for line in text.statements),
                     "    }",
-                    *(f"    {line}" for line in behind),
+                    *behind,
                     "}",
                 ]
             )
@@ -152,7 +117,7 @@ def _body(group: Group, rows: Rows, stored: Sequence[View], pack: int, turns: in
     for index, (call, operand) in enumerate(zip(reductions, rows.operands, strict=True)):
         definitions.update(dict.fromkeys([_traits(index, call, rows.reduced.numel)]))
         lines.append(f"{KINDS[call.kernel]}<Of{index}> state{index};")
-        go_through(f"at{index}", (), operand, [f"add_some(state{index}, found, at{index}, Place::threads());"])
+        go_through(f"at{index}", (), operand, [f"    add_some(state{index}, found, at{index}, Place::threads());"])
         lines.append(f"const float row{index} = result_of_team(state{index}, place);")
     elements = [view for view in stored if view.buffer not in numbers]
     if elements:
