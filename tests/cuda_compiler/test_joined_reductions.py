@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from cuda_on_cpu import EmulatedBackend
 from drawn import drawn
+from module_runs import run_module
 from torch import Tensor, nn
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
-from npu_runtime import Executor, load_weights
 from npu_runtime.backend import Backend
 from npu_sim.extract import extract_ir
 
@@ -150,27 +150,19 @@ class Long(Drawn):
         source.append(f"{self.shape}")
 
 
-def check(backend: Backend, number: int, dtype: str, kind: type[Drawn] = Drawn) -> CompiledProgram:
+def check(backend: Backend, number: int, dtype: str, kind: type[Drawn] = Drawn) -> None:
     source: list[str] = []
     module = kind(Random(number), source)
     torch.manual_seed(number)
     nn.init.normal_(module.weight)
     example = torch.randn(module.shape)
     with torch.no_grad():
-        ir, expected = extract_ir(module, (example,)), module(example)
-    options = npu_compiler.CompileOptions(compute_dtype=dtype)
-    program = npu_compiler.compile(ir, target=backend.target, options=options)
-    executor = Executor(program, backend)
-    found = executor.run(
-        {program.input_specs[0].name: example.numpy()},
-        load_weights(module.state_dict(), program, backend, strict=False),
-    )
+        expected = module(example)
+    program, results = run_module(backend, module, example, dtype)
     tolerance = 1e-4 if dtype == "float32" else 4e-2
-    for buffer, reference in zip(found.values(), expected, strict=True):
-        result = torch.from_numpy(buffer.to_numpy()).float()
+    for result, reference in zip(results, expected, strict=True):
         near = partial(torch.testing.assert_close, atol=tolerance * float(reference.abs().max()), rtol=tolerance)
         near(result, reference, msg=lambda text: f"{source} {[call.kernel for call in program.plan.calls]}\n{text}")
-    return program
 
 
 @pytest.mark.parametrize("number", drawn(range(100), 0.1, str))

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from cuda_on_cpu import EmulatedBackend
 from drawn import drawn
+from module_runs import run_module
 from torch import Tensor, nn
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
-from npu_runtime import Executor, load_weights
 from npu_runtime.backend import Backend
 from npu_sim.extract import extract_ir
 
@@ -53,31 +53,26 @@ class Block(nn.Module):
         self.register_buffer("mask", masks if applies_masks else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        rolled = (
-            torch.roll(self.norms[0](x), (-self.shift[0], -self.shift[1]), (1, 2))
-            if any(self.shift)
-            else self.norms[0](x)
-        )
+        rolled = self.norms[0](x)
+        if any(self.shift):
+            rolled = torch.roll(rolled, (-self.shift[0], -self.shift[1]), (1, 2))
         q, k, v = self.qkv(windows(rolled, self.size)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1) + self.bias
         if self.mask is not None:
             scores = scores.view(-1, len(self.mask), *scores.shape[1:]) + self.mask[None, :, None]
             scores = scores.flatten(0, 1)
         found = images(self.out((F.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)), x, self.size)
-        return self.norms[1](x + (torch.roll(found, self.shift, (1, 2)) if any(self.shift) else found))
+        if any(self.shift):
+            found = torch.roll(found, self.shift, (1, 2))
+        return self.norms[1](x + found)
 
 
-def check(backend: Backend, module: nn.Module, example: Tensor, tolerance: float) -> list[str]:
-    """Compare a module's result with PyTorch's and return the kernels of its program."""
+def check(backend: Backend, module: nn.Module, example: Tensor, tolerance: float) -> None:
+    """Compare a module's result with PyTorch's."""
     with torch.no_grad():
-        ir, expected = extract_ir(module, (example,)), module(example)
-    options = npu_compiler.CompileOptions(compute_dtype="float32" if tolerance < 1e-3 else "float16")
-    program = npu_compiler.compile(ir, target=backend.target, options=options)
-    state = {**dict(module.named_buffers()), **module.state_dict()}
-    weights = load_weights(state, program, backend, strict=False)
-    (found,) = Executor(program, backend).run({program.input_specs[0].name: example.numpy()}, weights).values()
-    torch.testing.assert_close(torch.from_numpy(found.to_numpy()).float(), expected, atol=tolerance, rtol=tolerance)
-    return [call.kernel for call in program.plan.calls]
+        expected = module(example)
+    _, (result,) = run_module(backend, module, example, "float32" if tolerance < 1e-3 else "float16")
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 def block(draw: Random) -> tuple[Block, Tensor]:
