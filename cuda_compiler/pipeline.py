@@ -33,6 +33,7 @@ from cuda_compiler.passes.shared_operands import join_shared_operands
 from cuda_compiler.passes.short_reductions import open_short_reductions
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
+from cuda_compiler.passes.wide_channels import widen_channels
 from cuda_compiler.passes.widened_keys import read_unwidened_keys
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.fused_rows import rows_with_groups
@@ -65,6 +66,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
     return [
         ("open_short_reductions", open_short_reductions),
         ("keep_scores_in_planes", keep_scores_in_planes),
+        ("widen_channels", widen_channels),
         ("lay_channels_last", lay_channels_last),
         ("read_sources", read_sources),
         ("drop_copies", drop_copies),

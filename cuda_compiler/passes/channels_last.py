@@ -93,11 +93,9 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     }
     unfit = {view.buffer for view in plan.output_views.values()}
     for call in plan.calls:
-        of_images = classify(call) in _OVER_IMAGES and not _is_of_bytes(call)
-        fits = of_images or classify(call) is Family.ELEMENTWISE or call.kernel in _OF_ANY_STRIDES
         for view in (*call.inputs, *call.outputs):
             buffer = candidates.get(view.buffer)
-            if buffer is not None and not (fits and _in_channels_last(view, buffer.alloc_shape)):
+            if buffer is not None and not (takes_strides(call) and _in_channels_last(view, buffer.alloc_shape)):
                 unfit.add(view.buffer)
     candidates = {name: buffer for name, buffer in candidates.items() if name not in unfit}
     chosen = {
@@ -112,6 +110,12 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     while more := {name for call in walking for name in _following(call, candidates, chosen)}:
         chosen |= more
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
+
+
+def takes_strides(call: KernelCall) -> bool:
+    """Whether a call's operands may have any strides."""
+    of_images = classify(call) in _OVER_IMAGES and not _is_of_bytes(call)
+    return of_images or classify(call) is Family.ELEMENTWISE or call.kernel in _OF_ANY_STRIDES
 
 
 def _lies_channels_last(view: View) -> bool:
