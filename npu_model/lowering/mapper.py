@@ -243,7 +243,7 @@ class _Option:
 
     Attributes:
         fill: Cycles of its first and last transfers.
-        apart: Cycles if no calls before hide its first loads, as they are none or leave no scratchpad room for its tiles.
+        apart: Cycles if the calls before leave no scratchpad room, so that its first loads cannot overlap with them.
         beside: Cycles if they do.
     """
 
@@ -279,9 +279,6 @@ class _Path:
             wanted -= cycles
             if wanted <= 0:
                 break
-        else:
-            if len(self.last) < _REACH:  # the program starts here
-                own = option.apart
         return _Path(self.cycles + own, ((option, own), *self.last[: _REACH - 1]), self)
 
 

@@ -2,9 +2,9 @@
 
 Estimates of single calls do not see how calls overlap. In a long program their errors are small beside the whole; in
 one of a few calls they decide. So a short program is simulated with other tilings of one call after the other, and with
-nothing that stays in the scratchpad, and each change that makes it notably faster is kept, unless it moves more bytes
-from and to DRAM than the program as it is estimated. The work is bounded by the
-number of instructions that are simulated, so that long programs are taken as they are estimated.
+nothing that stays in the scratchpad, and each change that makes it notably faster is kept. If it moves more bytes from
+and to DRAM than the program as it is estimated, it must be faster by a larger factor than that. The work is bounded by
+the number of instructions that are simulated, so that long programs are taken as they are estimated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_model.lowering.residency import Residency
 from npu_model.machine.machine import Machine, Run
 
 _MOST_CALLS = 4
-_WORTH = 0.03  # part of a program's cycles that a change saves at least
+_WORTH = 0.03  # part of a program's cost that a change saves at least
 _MOST_TRIED = 12  # tilings that are simulated
 _MOST_EXECUTIONS = 5_000  # instructions that are simulated in all, a tenth of a second
 
@@ -61,35 +61,35 @@ class _Search:
 
     def __init__(self, chip: Chip) -> None:
         self._chip, self._left, self._tried = chip, _MOST_EXECUTIONS, 0
-        self._most_bytes: int | None = None  # of the first program
+        self._bytes = 0  # of the first program
+        self._least = math.inf  # cost of the best program
         self.best: tuple[TileProgram, Run] | None = None
 
     def improve(self, placed: PlacedProgram, candidates: list[Candidate]) -> None:
         """Simulate a program, then with other tilings of each call in turn; of each call, the fastest is kept."""
-        cycles = self._cycles(placed, candidates) or math.inf
+        cost = self._cost(placed, candidates)
         for number, other in _others(placed, candidates):
             if self._left <= 0 or self._tried >= _MOST_TRIED:
                 return
             changed = [*candidates[:number], other, *candidates[number + 1 :]]
             try:
-                own = self._cycles(placed, changed)
+                own = self._cost(placed, changed)
             except ConstraintError:
                 continue
-            if own is not None and own < cycles * (1 - _WORTH):
-                cycles, candidates[:] = own, changed
+            if own < cost * (1 - _WORTH):
+                cost, candidates[:] = own, changed
 
-    def _cycles(self, placed: PlacedProgram, candidates: list[Candidate]) -> int | None:
-        """The simulated cycles of a program; None if it moves more bytes than the first one."""
+    def _cost(self, placed: PlacedProgram, candidates: list[Candidate]) -> float:
+        """The simulated cycles of a program, times the factor by which it moves more bytes than the first one, if so."""
         self._tried += 1
         program = placed.linked(candidates)
         run = Machine(self._chip, program).run()
         self._left -= sum(counts.instructions for counts in run.sections)
-        self._most_bytes = run.dram_bytes if self._most_bytes is None else self._most_bytes
-        if run.dram_bytes > self._most_bytes:
-            return None
-        if self.best is None or run.cycles < self.best[1].cycles * (1 - _WORTH):
-            self.best = program, run
-        return run.cycles
+        self._bytes = self._bytes or run.dram_bytes
+        cost = run.cycles * max(1.0, run.dram_bytes / max(1, self._bytes))
+        if self.best is None or cost < self._least * (1 - _WORTH):
+            self.best, self._least = (program, run), cost
+        return cost
 
 
 def _others(placed: PlacedProgram, candidates: list[Candidate]) -> Iterator[tuple[int, Candidate]]:
