@@ -66,9 +66,10 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
     return [
         ("open_short_reductions", open_short_reductions),
         ("keep_scores_in_planes", keep_scores_in_planes),
+        ("read_sources", read_sources),
         ("widen_channels", widen_channels),
         ("lay_channels_last", lay_channels_last),
-        ("read_sources", read_sources),
+        ("read_images", read_sources),
         ("drop_copies", drop_copies),
         ("absorb_epilogues", absorb_epilogues),
         ("form_plane_products", form_plane_products),

@@ -10,18 +10,19 @@ operands are, and so may a reduction. Convolutions and pooling read images with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
 from cuda_compiler.op_classify import classify, is_elementwise
 from cuda_compiler.passes.packed_operands import copy
 from cuda_compiler.passes.view_steps import Located, divided, through
-from cuda_compiler.rules.channel_packs import is_packed
+from cuda_compiler.rules.channel_packs import PACK, is_packed
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.kernels import Family, KernelCall, readers_and_writers
 from npu_compiler.program.placement import is_copy
-from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 
 _REDUCTION_KERNELS = frozenset(f"{name}_kernel" for name in REDUCTIONS)
@@ -32,57 +33,70 @@ Found = dict[View, Located]
 
 
 def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan without copies whose readers can all read their source, at no more cost than the copy's target."""
+    """The plan without copies whose readers can all read their sources, at no more cost than the copies' target."""
     kept = {view.buffer for view in plan.output_views.values()}
-    movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
     updated = set(plan.donations.values())  # inputs in whose memory outputs are computed
     calls: list[KernelCall | None] = list(plan.calls)
     readers, writers = readers_and_writers(plan.calls)
-    for index, copying in enumerate(calls):
-        if copying is None or not is_copy(copying) or not _may_go(copying, plan, movable):
+    for name, places in sorted(writers.items(), key=lambda written: min(written[1])):
+        copies = {at: call for at in places if (call := calls[at]) is not None and is_copy(call)}
+        reading = sorted(readers.get(name, ()))
+        if len(copies) < len(places) or not reading or reading[0] < max(places):
             continue
-        source, target = copying.inputs[0], copying.outputs[0]
-        reading = sorted(readers.get(target.buffer, ()))
-        if not reading or writers[target.buffer] != {index} or reading[0] < index:
+        if plan.buffers[name].kind != "arena" or name in kept or not _fill(list(copies.values()), plan.buffers[name]):
             continue
-        changes = any(index < at <= reading[-1] for at in writers.get(source.buffer, ()))
-        if changes or source.buffer in updated:
+        sources = {at: call.inputs[0].buffer for at, call in copies.items()}
+        changes = any(first < at <= reading[-1] for first, source in sources.items() for at in writers.get(source, ()))
+        if changes or not updated.isdisjoint(sources.values()):
             continue
         there = {at: reader for at in reading if (reader := calls[at]) is not None}
-        found = {at: _reading(call, target, source) for at, call in there.items()}
+        found = {at: _reading(call, list(copies.values())) for at, call in there.items()}
         moved = {at: call for at, call in found.items() if call is not None}
         if len(moved) == len(there):
-            calls[index] = None
-        else:  # copies of the copy need not wait for it
+            for at in copies:
+                calls[at] = None
+        else:  # copies of the copies need not wait for them
             moved = {at: call for at, call in moved.items() if is_copy(call)}
         for at, reader in moved.items():
             calls[at] = reader
-            readers[target.buffer].remove(at)
-        readers.setdefault(source.buffer, set()).update(moved)
+            readers[name].remove(at)
+            for view in reader.inputs:
+                readers.setdefault(view.buffer, set()).add(at)
     return replace(plan, calls=[call for call in calls if call is not None])
 
 
-def _may_go(copying: KernelCall, plan: ExecutionPlan, movable: set[str]) -> bool:
-    """Whether a copy fills a whole buffer of the arena, with values as exact as its source's."""
-    source, target = copying.inputs[0], copying.outputs[0]
-    exact = source.dtype == target.dtype or (source.dtype in HALF_DTYPES and target.dtype == "float32")
-    whole = prod(plan.buffers[target.buffer].alloc_shape) == target.numel > 0
-    return exact and whole and target.buffer in movable and target.buffer != source.buffer and target.is_dense
+def _fill(copies: Sequence[KernelCall], buffer: BufferAllocation) -> bool:
+    """Whether copies fill a buffer, with values as exact as their sources'."""
+    for copying in copies:
+        source, target = copying.inputs[0], copying.outputs[0]
+        exact = source.dtype == target.dtype or (source.dtype in HALF_DTYPES and target.dtype == "float32")
+        repeats = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.strides, strict=True))
+        if not exact or repeats or target.buffer == source.buffer:
+            return False
+    return sum(copying.outputs[0].numel for copying in copies) == prod(buffer.alloc_shape) > 0
 
 
-def _reading(call: KernelCall, target: View, source: View) -> KernelCall | None:
-    """A call that reads a copy's source where the given one reads its target; None if it cannot, or is slower so."""
+def _reading(call: KernelCall, copies: Sequence[KernelCall]) -> KernelCall | None:
+    """A call that reads the copies' sources where the given one reads their target; None if it cannot, or is slower so.
+
+    Each of its views of the target has to have elements of one copy only.
+    """
     if call.kernel == "to_channels_last" and call.inputs[0].shape == call.outputs[0].shape:
         call = copy(call.inputs[0], call.outputs[0], call.node)
-    sought = {view: through(view, target, source) for view in call.inputs if view.buffer == target.buffer}
-    found = {view: elements for view, elements in sought.items() if elements is not None}
-    if len(found) < len(sought):
-        return None
+    name = copies[0].outputs[0].buffer
+    found: Found = {}
+    for view in call.inputs:
+        if view.buffer == name:
+            parts = (through(view, copying.outputs[0], copying.inputs[0]) for copying in copies)
+            elements = next((part for part in parts if part is not None), None)
+            if elements is None:
+                return None
+            found[view] = elements
     if is_elementwise(call):
         return _elementwise_reading(call, found)
     if call.kernel in _REDUCTION_KERNELS:
         return _reduction_reading(call, found)
-    if classify(call) in _IMAGE_FAMILIES and source.dtype == target.dtype:
+    if classify(call) in _IMAGE_FAMILIES and all(view.dtype == part.view.dtype for view, part in found.items()):
         return _image_reading(call, found)
     return None
 
@@ -118,11 +132,16 @@ def _reduction_reading(call: KernelCall, found: Found) -> KernelCall | None:
 
 
 def _image_reading(call: KernelCall, found: Found) -> KernelCall | None:
-    """A call over images that reads what is `found`, if its channels can be read as aligned vectors."""
+    """A call over images that reads what is `found`, if that can be read in vectors of as many channels as the copy."""
     inputs = []
     for view in call.inputs:
         moved = found[view].undivided if view in found else view
-        if moved is None or view in found and not (moved.rank == 4 and is_packed(moved)):
+        if moved is None or view in found and not (moved.rank == 4 and _pack(moved) >= max(_pack(view), 1)):
             return None
         inputs.append(moved)
     return replace(call, inputs=tuple(inputs))
+
+
+def _pack(image: View) -> int:
+    """The largest number of channels that can be read as an aligned vector; 0 if channels do not lie side by side."""
+    return next((pack for pack in (PACK, 4, 2, 1) if is_packed(image, pack)), 0)

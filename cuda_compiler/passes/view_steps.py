@@ -48,16 +48,19 @@ def through(view: View, target: View, source: View) -> Located | None:
 
     Args:
         view: A view of the target's buffer.
-        target: A view whose elements fill its buffer; `source` has its shape.
+        target: A view without repeated elements; `source` has its shape.
 
     Returns:
-        None if a dimension cannot be divided so that each part of it steps through one dimension of the target.
+        None if the view has other elements than the target's, or if a dimension cannot be divided so that each part of
+        it steps through one dimension of the target.
     """
     dims = sorted((dim for dim in range(target.rank) if target.shape[dim] > 1), key=lambda dim: target.strides[dim])
     reach, rest, offset = {}, view.offset - target.offset, source.offset
     for dim in reversed(dims):
         reach[dim], rest = divmod(rest, target.strides[dim])
         offset += reach[dim] * source.strides[dim]
+    if rest or any(first < 0 for first in reach.values()):
+        return None
     found = []
     for size, stride in zip(view.shape, view.strides, strict=True):
         steps: Steps = []

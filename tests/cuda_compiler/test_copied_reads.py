@@ -12,6 +12,7 @@ from cuda_reference import LaidOut, ReferenceBackend
 from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
+from module_runs import run_module
 from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
@@ -110,6 +111,38 @@ def test_readers_find_the_same_elements_in_the_source(views: list[View]) -> None
     np.testing.assert_array_equal(elements(out, memory["y"]), elements(read, whole))
 
 
+@given(st.data())
+def test_readers_of_joined_parts_find_the_same_elements_in_the_sources(data: st.DataObject) -> None:
+    """A buffer is joined of parts along one dimension; a view of it, of one part or of several, is read."""
+    shape = data.draw(st.lists(SIZES, min_size=1, max_size=4).map(tuple))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted(data.draw(st.sets(st.integers(0, shape[dim]))) | {0, shape[dim]})
+    whole = View("t", shape, contiguous_strides(shape), 0, "float32")
+    parts = [whole.slice(dim, *bounds) for bounds in zip(cuts, cuts[1:], strict=False)]
+    read = data.draw(st.sampled_from([*parts, whole]))
+    for _ in range(data.draw(st.integers(0, 3))):
+        read = data.draw(st.sampled_from([joined, divided, turned, sliced]))(read, data.draw)
+    views = []
+    for number, part in enumerate(parts):
+        places = data.draw(st.permutations(range(part.rank)))
+        steps = contiguous_strides(tuple(part.shape[place] for place in places))
+        strides = tuple(steps[places.index(axis)] for axis in range(part.rank))
+        views += [View(f"s{number}", part.shape, strides, 0, "float32"), part]
+    views += [read, View("y", read.shape, contiguous_strides(read.shape), 0, "float32")]
+    kinds = {"t": "arena", "y": "output"}
+    plan = plan_of(views, [kinds.get(view.buffer, "input") for view in views])
+    memory = {name: np.full(buffer.alloc_shape, -1) for name, buffer in plan.buffers.items()}
+    for number, name in enumerate(name for name in memory if name.startswith("s")):
+        memory[name][:] = 1000 * number + np.arange(memory[name].size)
+    results = []
+    for calls in (plan.calls, read_sources(plan).calls):
+        for call in calls:
+            source, target = call.inputs[0], call.outputs[0]
+            elements(target, memory[target.buffer])[...] = elements(source, memory[source.buffer])
+        results.append(memory["y"].copy())
+    np.testing.assert_array_equal(*results)
+
+
 def test_a_repeated_dimension_is_divided() -> None:
     source = View("s", (2, 4, 3, 5), (4, 1, 0, 0), 0, "float32")
     target = View("t", (2, 4, 3, 5), (60, 15, 5, 1), 0, "float32")
@@ -161,3 +194,35 @@ def test_statistics_of_groups_have_pytorchs_results(number: int) -> None:
     dag.load_weights(module.state_dict())
     (result,) = dag.execute({ir["graph_inputs"][0]["name"]: module.example.numpy()}).values()
     torch.testing.assert_close(torch.from_numpy(result), expected, atol=2e-3, rtol=2e-3)
+
+
+class SplitAttention(nn.Module):
+    """Convolutions whose results are stacked, weighed by their means and added up, as in SKNet."""
+
+    def __init__(self, draw: np.random.Generator) -> None:
+        super().__init__()
+        channels, self.dim = int(draw.choice([3, 8, 16])), int(draw.integers(0, 2))
+        self.convs = nn.ModuleList(nn.Conv2d(3, channels, 3, padding=1) for _ in range(int(draw.integers(2, 4))))
+        self.rate = nn.Conv2d(channels, channels * len(self.convs), 1)
+        self.last = nn.Conv2d(channels, 4, 1)
+        self.stacks, self.reads_all = bool(draw.integers(2)), bool(draw.integers(3) == 0)
+        self.example = torch.from_numpy(draw.standard_normal((2, 3, 6, 5), np.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.relu(conv(x)) for conv in self.convs]
+        count = len(parts)
+        joined = torch.stack(parts, dim=1) if self.stacks else torch.cat(parts, dim=1).unflatten(1, (count, -1))
+        ratings = self.rate(joined.sum(1).mean((2, 3), keepdim=True)).unflatten(1, (count, -1)).softmax(dim=1)
+        result: torch.Tensor = self.last((joined * ratings).sum(dim=1) + joined[:, 0] * joined[:, -1])
+        return result + joined.amax() if self.reads_all else result
+
+
+@pytest.mark.parametrize("number", drawn(range(60), 0.2, str))
+def test_parts_that_are_joined_and_read_one_by_one_have_pytorchs_results(number: int) -> None:
+    module = SplitAttention(np.random.default_rng(number)).eval()
+    with torch.no_grad():
+        expected = module(module.example)
+        program, (result,) = run_module(ReferenceBackend(), module, module.example, "float32")
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+    if module.stacks and not module.reads_all:
+        assert "stack" not in {view.buffer for call in program.plan.calls for view in call.outputs}
