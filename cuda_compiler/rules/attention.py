@@ -10,7 +10,7 @@ from cuda_compiler.specialization.c_text import geometry_text
 from cuda_compiler.specialization.gpu import CLUSTERS, GPU, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.graph.dtypes import HALF_DTYPES, is_float
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
@@ -38,8 +38,9 @@ _WARPGROUP_TILES = ((192, 96), (128, 96), (64, 48))
 _THREE, _THREE_TIME = 192, 0.86  # rows of three warpgroups, and their time per row relative to two
 _NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
 _FILLED = 0.7  # of a block's rows, from which on it may have fewer
-# Problems, and the share of a block's rows, from which on one tile is best for all of a problem, as for windows.
-_WINDOWS, _HALF = 32, 0.5
+# Problems, and the share of a block's rows, from which on one tile is best for all of a problem, as for windows; and
+# problems from which on it may have a second tile of keys.
+_WINDOWS, _HALF, _MANY_WINDOWS = 32, 0.5, MULTIPROCESSORS
 _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
@@ -117,7 +118,8 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     tiles = _fitting_tiles(q.shape[3], v.shape[3], make.gpu)
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
-        is_one = problems >= _WINDOWS and k.shape[2] <= tile_keys and _HALF * tile_rows < rows <= tile_rows
+        most_keys = tile_keys * (1 + (problems >= _MANY_WINDOWS))
+        is_one = problems >= _WINDOWS and k.shape[2] <= most_keys and _HALF * tile_rows < rows <= tile_rows
         if is_one or fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     fits_grid = max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) <= MAX_GRID[1]
@@ -363,10 +365,10 @@ def _survey(
 
     Later kernels skip tiles that are all masked. Layers with the same mask share one result, and the prologue computes
     that of a constant mask, as a bias by relative positions is, so there may be no call. Both are absent if there is no
-    mask, or the keys fit in one tile.
+    mask, if the keys fit in one tile, or if the mask is a bias that the run computes for each head.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
-    if mask is None or k.shape[2] <= tile_keys:
+    if mask is None or k.shape[2] <= tile_keys or (_is_bias(mask, k) and not make.is_constant(mask)):
         return [], None
     constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)
@@ -395,6 +397,11 @@ def _survey(
     if is_ahead:
         make.ahead.append(survey)
     return [] if is_ahead else [survey], verdicts
+
+
+def _is_bias(mask: View, k: View) -> bool:
+    """Whether a mask has floats of its own for each head, as a bias has that hides no keys."""
+    return is_float(mask.dtype) and k.shape[1] > 1 and mask.shape[1] > 1 and mask.strides[1] != 0
 
 
 def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:

@@ -86,7 +86,17 @@ def shared_mask(queries: int, keys: int, dtype: str, values: object, heads: int 
     return T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
 
 
+def own_biases(batch: int, heads: int, queries: int, keys: int) -> T:
+    """A bias of each head's own, which leaves some queries none of the first keys, or only if there were no others."""
+    values = np.random.default_rng(keys).standard_normal((batch, heads, queries, keys)).astype(np.float32)
+    values[..., ::3, : keys * 2 // 3] = -math.inf
+    values[..., 1::3, : keys // 2] = -65504.0
+    return T(values.shape, "compute", values=values)
+
+
 TILED_ATTENTION = [
+    tiled("own-biases", 66, 140, 32, heads=(96, 96), mask=own_biases(1, 96, 66, 140)),
+    tiled("windows-of-two-tiles", 49, 121, 24, heads=(4, 4), batch=40, value_width=72, mask=own_biases(40, 4, 49, 121)),
     tiled("queries", 70, 150, 64),
     tiled("bool-mask", 70, 150, 64, mask=shared_mask(70, 150, "bool", None)),
     tiled("own-masks", 66, 133, 32, heads=(96, 48), batch=2, mask=T((2, 96, 66, 133), "bool")),
@@ -168,6 +178,7 @@ WIDE_ATTENTION = [
 
 # Where there is a warpgroup for each 64 rows: widths 64 and 128 of equal queries and values.
 WARPGROUP_ATTENTION = [
+    tiled("own-biases-of-warpgroups", 64, 300, 64, heads=(96, 96), mask=own_biases(1, 96, 64, 300)),
     tiled("rounds-of-the-ring", 70, 1000, 64, mask=shared_mask(70, 1000, "bool", None)),
     tiled("rounds-of-the-ring-128", 22, 900, 128, heads=(192, 32), mask=shared_mask(22, 900, "compute", "normal")),
     tiled(
