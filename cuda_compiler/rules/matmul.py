@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from cuda_compiler.cuda_program import GemmLaunch, LaunchKind
+from cuda_compiler.rules.batched_halves import batched_halves, suits_halves
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -157,6 +158,8 @@ def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
         return [product]
     if has_few_rows(call):
         return [_few_rows(make, call)]
+    if suits_halves(call):
+        return [batched_halves(make, call)]
     return [_tiled(make, call, "tiled_batched", {"left": a, "right": b.transpose(-1, -2)}, out)]
 
 

@@ -83,15 +83,25 @@ def kernels(program: CompiledProgram) -> list[str]:
     return [call.kernel for call in program.plan.calls]
 
 
-def test_products_of_heads_of_a_joint_projection_go_to_cublas() -> None:
+def products_of_heads(tokens: int) -> IRBuilder:
+    """A graph of two products of heads of a joint projection."""
     g = IRBuilder()
-    joint = g.input("x", 2, 256, 3 * 16 * 24)
-    q, k, v = (heads(g, joint, number, 24, 256) for number in range(3))
+    joint = g.input("x", 2, tokens, 3 * 16 * 24)
+    q, k, v = (heads(g, joint, number, 24, tokens) for number in range(3))
     scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
     g.output(g("aten.matmul.default", g("aten.relu.default", scores), v))
+    return g
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(256, "batched_halves"), (4096, "cublas_gemm")])
+def test_products_of_heads_of_a_joint_projection_use_tensor_cores(tokens: int, kernel: str) -> None:
     options = npu_compiler.CompileOptions(compute_dtype="float16")
-    names = kernels(npu_compiler.compile(g.ir(), CUDACodegenTarget(), options))
-    assert names.count("cublas_gemm") == 2 and "tiled_batched" not in names
+    names = kernels(npu_compiler.compile(products_of_heads(tokens).ir(), CUDACodegenTarget(), options))
+    assert names.count(kernel) == 2 and "tiled_batched" not in names
+
+
+def test_products_of_heads_of_a_joint_projection_have_their_results() -> None:
+    g = products_of_heads(256)
     x = 0.1 * torch.randn(2, 256, 3 * 16 * 24, generator=torch.Generator().manual_seed(0))
     q, k, v = (part.unflatten(2, (16, 24)).transpose(1, 2) for part in x.half().float().split(16 * 24, 2))
     expected = F.relu(q @ k.transpose(2, 3)) @ v

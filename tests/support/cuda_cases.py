@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -448,6 +449,40 @@ CASES = [
         )
     ),
 ]
+
+
+def batched_products(count: int) -> list[Case]:
+    """Drawn products of matrices whose dimensions lie in memory in any order, as heads of a projection do."""
+    cases = []
+    for number in range(count):
+        draw = Random(number)
+        lead = [draw.choice([1, 2, 3]) for _ in range(draw.randint(1, 2))]
+        m, n, k = (draw.choice([1, 7, 14, 27, 32, 48, 65, 96, 130]) for _ in range(3))
+        a, b, out = (
+            _scattered(draw, (*lead, *matrix), dtype)
+            for matrix, dtype in (
+                ((m, k), "compute"),
+                ((k, n), "compute"),
+                ((m, n), draw.choice(["compute", "float32"])),
+            )
+        )
+        scale = draw.choice([1.0, 0.125])
+        cases.append(replace(matmul_cases.batched(f"scattered-{number}", a, b, out, scale=scale), atol=2e-2))
+    return cases
+
+
+def _scattered(draw: Random, shape: tuple[int, ...], dtype: str) -> T:
+    """A tensor with dimensions in any order in memory, and sometimes with gaps between the rows."""
+    order = draw.sample(range(len(shape)), len(shape))
+    gap, step, strides = draw.choice([0, 0, 1, 2, 4, 8]), 1, [0] * len(shape)
+    for place, dim in enumerate(reversed(order)):
+        strides[dim] = step
+        step = step * shape[dim] + (gap if place == 0 else 0)
+    return T(shape, dtype, tuple(strides), values=(-1.0, 1.0))
+
+
+BATCHED_PRODUCTS = batched_products(60)
+CASES += BATCHED_PRODUCTS
 
 # Of products of many rows, whose weight is widened to 16 bits, as a 16-bit model has it: relative to the largest.
 WIDENED = {"float16": 2.0**-8, "bfloat16": 2.0**-5}
