@@ -5,7 +5,8 @@ Result:  v = var(x as [2, 4, 8, 9]);  y as [2, 4, 8, 9] = x as [2, 4, 8, 9] / v[
 
 Such a copy is what remains of a reshape that no strides express: here of [2, 4, 8, …], whose elements repeat along one
 of two dimensions, to [2, 32, …]. An element-wise call may have its dimensions divided instead, as long as all of its
-operands are, and so may a reduction. Convolutions and pooling read images with gaps between their pixels.
+operands are, and so may a reduction. Convolutions and pooling read images with gaps between their pixels, and a batched
+product becomes one of more and smaller matrices.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from math import prod
 
 from cuda_compiler.op_classify import classify, is_elementwise
 from cuda_compiler.passes.packed_operands import copy
-from cuda_compiler.passes.view_steps import Located, divided, through
+from cuda_compiler.passes.view_steps import Located, divided, merged, through
+from cuda_compiler.rules.batched_halves import beats_copies
 from cuda_compiler.rules.channel_packs import PACK, is_packed
+from cuda_compiler.rules.matmul import gemm
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops.reductions import REDUCTIONS
-from npu_compiler.program.kernels import Family, KernelCall, readers_and_writers
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall, distinct_bytes, readers_and_writers
 from npu_compiler.program.placement import is_copy
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 
+_PRODUCT, _ATTENTION = "batched_matmul_kernel", "attention_kernel"
 _REDUCTION_KERNELS = frozenset(f"{name}_kernel" for name in REDUCTIONS)
 _IMAGE_FAMILIES = (Family.CONV, Family.POOL)
 
@@ -96,6 +100,10 @@ def _reading(call: KernelCall, copies: Sequence[KernelCall]) -> KernelCall | Non
         return _elementwise_reading(call, found)
     if call.kernel in _REDUCTION_KERNELS:
         return _reduction_reading(call, found)
+    if call.kernel == _PRODUCT and all(view.dtype == part.view.dtype for view, part in found.items()):
+        return _product_reading(call, found)
+    if call.kernel == _ATTENTION and all(view.dtype == part.view.dtype for view, part in found.items()):
+        return _attention_reading(call, found)
     if classify(call) in _IMAGE_FAMILIES and all(view.dtype == part.view.dtype for view, part in found.items()):
         return _image_reading(call, found)
     return None
@@ -129,6 +137,74 @@ def _reduction_reading(call: KernelCall, found: Found) -> KernelCall | None:
     x, result = moved
     out = replace(result, shape=result.shape[:kept], strides=result.strides[:kept])
     return replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": x.rank - kept})
+
+
+def _product_reading(call: KernelCall, found: Found) -> KernelCall | None:
+    """A batched product that reads what is `found`; None if it is faster with the copy.
+
+    Where an operand's rows (on the right, its columns) are divided, their outer parts become dimensions of the batch:
+    there are more products, which share the other operand.
+    """
+    (left, right), (out,) = call.inputs, call.outputs
+    swaps = right in found  # and so computes outᵀ = rightᵀ · leftᵀ
+    if left == right or len(found) > 1:
+        return None
+    own = found[right if swaps else left]
+    other, result = (left.transpose(-1, -2), out.transpose(-1, -2)) if swaps else (right, out)
+    *lead, rows, terms = (*own.steps[:-2], own.steps[-1], own.steps[-2]) if swaps else own.steps
+    *outer, inner = rows
+    if len(terms) > 1:
+        return None
+    batch = [step for steps in (*lead, outer) for step in steps]
+    shape, strides = zip(*batch, inner, *terms, strict=True)
+    moved, sizes = replace(own.view, shape=shape, strides=strides, offset=own.offset), shape[:-2]
+    divided_result = result.reshape((*shape[:-1], result.shape[-1]))
+    shared = other.reshape((*sizes[: len(sizes) - len(outer)], *(1 for _ in outer), *other.shape[-2:]))
+    if divided_result is None or shared is None:
+        return None
+    shared, result = shared.expand((*sizes, *other.shape[-2:])), divided_result
+    if swaps:
+        moved, shared, result = shared.transpose(-1, -2), moved.transpose(-1, -2), result.transpose(-1, -2)
+    sides = {"m": result.shape[-2], "n": result.shape[-1], "batch": prod(sizes)}
+    changed = replace(call, inputs=(moved, shared), outputs=(result,), params={**call.params, **sides})
+    is_as_good = not outer and gemm(changed, moved, shared, result) is not None
+    return changed if is_as_good or beats_copies(changed, distinct_bytes(own.view), 1) else None
+
+
+def _attention_reading(call: KernelCall, found: Found) -> KernelCall | None:
+    """Attention that reads what is `found`, with its batch and heads divided as they are there; None if that fails.
+
+    The dimensions of a head must lie side by side.
+    """
+    q, k, v, mask, sinks, out = KERNELS[_ATTENTION].bind(call)
+    assert q is not None and k is not None and v is not None and out is not None
+    if sinks is not None or q.shape[:2] != k.shape[:2]:
+        return None
+    batch, heads = q.shape[:2]
+    for located in found.values():
+        steps = [step for steps in located.steps[:2] for step in steps if step[0] > 1]
+        if len(steps) == 2:
+            (batch, _), (heads, _) = steps
+    moved = []
+    for view in (q, k, v, mask, out):
+        if view is None:
+            continue
+        sizes = (batch, heads, *view.shape[2:])
+        changed = _as_dimensions(found[view], (batch, heads)) if view in found else view.reshape(sizes)
+        if changed is None or (view in found and changed.strides[3] != 1):
+            return None
+        moved.append(changed)
+    *inputs, out = moved
+    return replace(call, inputs=tuple(inputs), outputs=(out,))
+
+
+def _as_dimensions(located: Located, lead: tuple[int, int]) -> View | None:
+    """Elements [B, H, T, D] as a view of these sizes, whose first two are `lead`; None if no strides express that."""
+    steps = merged([step for steps in located.steps[:2] for step in steps])
+    rest = [step for steps in located.steps[2:] for step in steps]
+    shape, strides = zip(*steps, *rest, strict=True)
+    view = replace(located.view, shape=shape, strides=strides, offset=located.offset)
+    return view.reshape((*lead, *view.shape[len(steps) :])) if len(rest) == 2 else None
 
 
 def _image_reading(call: KernelCall, found: Found) -> KernelCall | None:

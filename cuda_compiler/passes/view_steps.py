@@ -78,13 +78,14 @@ def through(view: View, target: View, source: View) -> Located | None:
             left, step = left // count, extent * inner
         if left > 1 and stride:
             return None
-        found.append(_merged(steps[::-1] if stride else [(size, 0)]))
+        found.append(merged(steps[::-1] if stride else [(size, 0)]))
     if any(reach[dim] >= target.shape[dim] for dim in dims):
         return None
     return Located(source, offset, tuple(found))
 
 
-def _merged(steps: Steps) -> Steps:
+def merged(steps: Steps) -> Steps:
+    """The steps with those joined that go on where the next one ends."""
     sizes, (strides,) = collapse([size for size, _ in steps], [stride for _, stride in steps])
     return list(zip(sizes, strides, strict=True)) or [(1, 0)]
 

@@ -226,3 +226,62 @@ def test_parts_that_are_joined_and_read_one_by_one_have_pytorchs_results(number:
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
     if module.stacks and not module.reads_all:
         assert "stack" not in {view.buffer for call in program.plan.calls for view in call.outputs}
+
+
+class Heads(nn.Module):
+    """Heads of a joint projection in one of the orders that models have them in, and products and attention of them."""
+
+    def __init__(self, draw: np.random.Generator) -> None:
+        super().__init__()
+        self.heads, self.width, self.side = (int(draw.choice(each)) for each in ((1, 2, 3), (8, 12, 16), (3, 4, 6)))
+        features = self.heads * self.width
+        self.project, self.last = nn.Linear(features, 3 * features), nn.Linear(features, 5)
+        self.positions = nn.Parameter(
+            torch.from_numpy(draw.standard_normal((self.side, self.side, self.width), np.float32))
+        )
+        self.joins_heads, self.kind = (
+            bool(draw.integers(2)),
+            str(draw.choice(["attended", "biased", "factored", "by_rows"])),
+        )
+        batch = int(draw.integers(1, 4))
+        self.example = torch.from_numpy(draw.standard_normal((batch, self.side**2, features), np.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, features = x.shape
+        joint = self.project(x).reshape(batch, tokens, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        if self.joins_heads:
+            joint = joint.reshape(3, batch * self.heads, tokens, self.width)
+        q, k, v = joint.unbind(0)
+        result = getattr(self, self.kind)(q, k, v)
+        result = result.reshape(batch, self.heads, tokens, self.width).transpose(1, 2).reshape(batch, tokens, features)
+        output: torch.Tensor = self.last(result)
+        return output
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def biased(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention with a bias by the distances of rows and of columns, as SAM has it."""
+        grid = q.reshape(-1, self.side, self.side, self.width)
+        by_row = torch.einsum("bhwc,hkc->bhwk", grid, self.positions)[..., None]
+        by_column = torch.einsum("bhwc,wkc->bhwk", grid, self.positions)[..., None, :]
+        bias = (by_row + by_column).reshape(*q.shape[:-1], self.side**2)
+        return nn.functional.scaled_dot_product_attention(q, k, v, bias)
+
+    def factored(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention whose keys and values are multiplied first, as CoaT has it."""
+        return q @ (k.softmax(dim=-2).transpose(-1, -2) @ v)
+
+    def by_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Products of each row of an image with a matrix of its own."""
+        grid = q.reshape(-1, self.side, self.side, self.width)
+        return v + torch.einsum("bhwc,hkc,wkd->bhwd", grid, self.positions, self.positions).reshape(v.shape) + k
+
+
+@pytest.mark.parametrize("number", drawn(range(80), 0.2, str))
+def test_heads_in_drawn_orders_have_pytorchs_results(number: int) -> None:
+    module = Heads(np.random.default_rng(number)).eval()
+    with torch.no_grad():
+        expected = module(module.example)
+        _, (result,) = run_module(ReferenceBackend(), module, module.example, "float16")
+    torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)
