@@ -134,6 +134,17 @@ NPU_INLINE V in_register(V value) {
   return value;
 }
 
+// sum + a * b, in the register of the sum: where few are left, g++ would rather write over a factor, and move the sum back.
+template <class V>
+NPU_INLINE V add_product(V sum, V a, V b) {
+#if defined(NPU_AVX2)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#else
+  return a * b + sum;
+#endif
+}
+
 using LaneSequence = std::make_integer_sequence<int, kLanes>;
 template <int... i>
 NPU_INLINE Vec splat(float value, std::integer_sequence<int, i...>) {

@@ -4,6 +4,12 @@
 namespace npu {
 namespace {
 
+// Steps from one update of the addresses to the next. Steps of few registers are short, and the updates a fifth of their
+// instructions: too many for a core that issues those of another thread in every other cycle.
+constexpr int kStepsTogether = kRegisters == 16 ? 4 : 1;
+// Rows that share an address: three are as far from it as instructions reach.
+constexpr int kRowsTogether = kRegisters == 16 ? 3 : 4;
+
 // Packed rows of x are interleaved, others `row_stride` values apart. Each of `count` parts has `steps` steps.
 //
 // A product of few steps takes hardly longer than what comes before and after it. So its addresses fit into the general
@@ -32,7 +38,7 @@ void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int6
       if (v < kWhole) sum[0][r].whole[v] = sums[r][v];
       else sum[0][r].half = first_half(sums[r][v]);
     }
-  constexpr int kApart = kPacked ? kRows : 4, kPlaces = divide_up(kRows, kApart);
+  constexpr int kApart = kPacked ? kRows : kRowsTogether, kPlaces = divide_up(kRows, kApart);
   const typename S::X* x[kPlaces];  // each kApart'th row
   const W* w;
   // Several rows use the same registers: g++ would rather read memory for each of them.
@@ -40,34 +46,43 @@ void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int6
     if constexpr (kRows > 1) return in_register(vec);
     else return vec;
   };
-  const auto step = [&](RowSums(&part)[kRows]) __attribute__((always_inline)) {
+  // The step that is that many after the ones before.
+  const auto step = [&](RowSums(&part)[kRows], int at) __attribute__((always_inline)) {
+    const W* columns = w + at * kPanel * S::kWidth;
     Vec panel[kVecs];
     HalfVec half_panel;
 #pragma GCC unroll 2
-    for (int v = 0; v < kWhole; ++v) panel[v] = once(S::load_panel(w + v * kLanes * S::kWidth));
-    if constexpr (kEndsInHalf) half_panel = once(load_bits<HalfVec>(w + kWhole * kLanes * S::kWidth));
+    for (int v = 0; v < kWhole; ++v) panel[v] = once(S::load_panel(columns + v * kLanes * S::kWidth));
+    if constexpr (kEndsInHalf) half_panel = once(load_bits<HalfVec>(columns + kWhole * kLanes * S::kWidth));
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec value = S::broadcast(x[r / kApart] + r % kApart * row_stride);
+      const Vec value = S::broadcast(x[r / kApart] + r % kApart * row_stride + at * kStepOffset);
 #pragma GCC unroll 2
       for (int v = 0; v < kWhole; ++v) part[r].whole[v] = S::multiply_add(part[r].whole[v], value, panel[v]);
       if constexpr (kEndsInHalf) part[r].half = S::multiply_add(part[r].half, first_half(value), half_panel);
     }
-    if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(w);  // few rows are a stream from memory
-    w = not_known(w + kPanel * S::kWidth);
-#pragma GCC unroll 4
-    for (int i = 0; i < kPlaces; ++i) x[i] = not_known(x[i] + kStepOffset);
+    if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(columns);  // few rows are a stream from memory
   };
+  const auto advance = [&](int by) __attribute__((always_inline)) {
+    w = not_known(w + by * kPanel * S::kWidth);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPlaces; ++i) x[i] = not_known(x[i] + by * kStepOffset);
+  };
+  constexpr int kTogether = std::max(kChains, kStepsTogether);
   for (; count; --count, ++parts) {
     x[0] = parts->x, w = parts->panel;
 #pragma GCC unroll 4
     for (int i = 1; i < kPlaces; ++i) x[i] = not_known(x[i - 1]) + kApart * row_stride;
     int64_t s = 0;
-    for (; s + kChains <= steps; s += kChains) {
+    for (; s + kTogether <= steps; s += kTogether) {
 #pragma GCC unroll 4
-      for (int c = 0; c < kChains; ++c) step(sum[c]);
+      for (int i = 0; i < kTogether; ++i) step(sum[i % kChains], i);
+      advance(kTogether);
     }
-    for (; s < steps; ++s) step(sum[0]);
+    for (; s < steps; ++s) {
+      step(sum[0], 0);
+      advance(1);
+    }
   }
   read_from_here_on();  // `results` and `range`
 #pragma GCC unroll 16

@@ -42,7 +42,7 @@ struct FloatStep {
   static NPU_INLINE Vec broadcast(const float* x) { return splat(*x); }
   template <class V>
   static NPU_INLINE V multiply_add(V sum, V x, V w) {
-    return x * w + sum;
+    return add_product(sum, x, w);
   }
 };
 template <class W>
