@@ -202,6 +202,20 @@ def test_a_convolution_takes_bands_of_rows_and_several_images(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drawing", range(6))
+def test_the_outputs_of_a_group_end_in_half_a_panel(drawing: int, dtype: torch.dtype, seed: int) -> None:
+    rng = np.random.default_rng([seed, drawing])
+    groups, channels, panels, rest = (int(rng.integers(*limits)) for limits in ((1, 4), (2, 20), (1, 4), (1, 9)))
+    x = images(2, groups * 2 * channels, *rng.integers(5, 20, 2).tolist(), dtype=dtype, gap=int(rng.integers(4)))
+    kernel, stride = tuple(rng.integers(2, 4, 2).tolist()), tuple(rng.integers(1, 3, 2).tolist())
+    window = {"stride": stride, "padding": tuple(rng.integers(0, 3, 4).tolist()), "groups": groups}
+    for activation, residual in (("relu", False), ("relu6", True), ("silu", True)):
+        outs = groups * (16 * panels + rest)
+        check(x, outs, kernel, "conv2d_channels_last", activation=activation, residual=residual, **window)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drawing", range(4))
 def test_a_convolution_gathers_the_windows_of_groups(drawing: int, dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng([seed, drawing])

@@ -182,12 +182,12 @@ bool reads_in_place(const ChannelsLastArgs& a) {
 struct Run {
   int64_t count, step, pixels;
 
-  bool fills_blocks_better(const Run& other) const {
-    return count * divide_up(other.count, kMaxRows) > other.count * divide_up(count, kMaxRows);
+  bool fills_blocks_better(const Run& other, int64_t most) const {
+    return count * divide_up(other.count, most) > other.count * divide_up(count, most);
   }
 };
 
-// The products of one panel with windows where they are, for the images of a band.
+// The products of one panel with windows where they are, for the images of a band; or of a wide one.
 template <class T>
 struct PanelOfBand {
   const ChannelsLastArgs& a;
@@ -196,6 +196,7 @@ struct PanelOfBand {
   const T* data;        // the first image's channels of the panel's group
   int64_t first_pixel;  // of the results of that image
   int64_t items, group, column;
+  bool wide;
   Finish finish;
   Part<T>* parts;    // memory for the taps
   int64_t* offsets;  // likewise: of their pixels from the first tap's
@@ -205,8 +206,8 @@ struct PanelOfBand {
     const int64_t first = first_pixel + y.begin * a.out_w + x.begin;
     const LinearArgs layer = layer_of_group<T>(a, group, first);
     const DirectResult<T> direct(layer);
-    alignas(64) float start[kPanel], tile[kMaxRows * kPanel];
-    Range range = direct.begin(column, start);
+    alignas(64) float start[kWidePanel], tile[kMaxRows * kPanel];
+    Range range = direct.begin(column, start, wide ? kWidePanel : kPanel);
     range.low = direct.low, range.high = direct.high;
     const int64_t steps = a.channels / Step<T>::kWidth, taps = y.taps() * x.taps();
     const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
@@ -221,9 +222,10 @@ struct PanelOfBand {
     Run runs[] = {{x.size(), a.stride_w * images.pixel_stride, 1},
                   {y.size(), a.stride_h * images.row_stride, a.out_w},
                   {items, images.item_stride, a.out_h * a.out_w}};
+    const int64_t most = wide ? kWideRows : kMaxRows;
     for (Run& run : runs)
-      if (run.fills_blocks_better(runs[0])) std::swap(run, runs[0]);
-    const RowBlocks blocks(runs[0].count, rows_together(runs[0].step * int64_t(sizeof(T))));
+      if (run.fills_blocks_better(runs[0], most)) std::swap(run, runs[0]);
+    const RowBlocks blocks(runs[0].count, std::min(most, rows_together(runs[0].step * int64_t(sizeof(T)))));
     for (int64_t i = 0; i < runs[2].count * runs[1].count; ++i) {
       const int64_t outer = i / runs[1].count, inner = i % runs[1].count;
       for (int64_t block = 0; block < blocks.count; ++block) {
@@ -234,7 +236,8 @@ struct PanelOfBand {
         if (direct.out) {
           Results<T> results = direct.at(pixel, column);
           results.row_stride *= runs[0].pixels, results.added_row_stride *= runs[0].pixels;
-          multiply_parts<T, T>(count, parts, taps, runs[0].step, steps, results, range, layer.n - column);
+          if (wide) multiply_wide<T, T>(count, parts, taps, runs[0].step, steps, results, range, layer.k * kPanel);
+          else multiply_parts<T, T>(count, parts, taps, runs[0].step, steps, results, range, layer.n - column);
         } else {
           multiply_parts<T>(count, parts, taps, runs[0].step, steps, {tile}, {}, layer.n - column);
           LinearArgs results = layer_of_group<T>(a, group, first + pixel);
@@ -252,6 +255,7 @@ void convolve_in_place(const ChannelsLastArgs& a) {
   const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = together * a.channels * int64_t(sizeof(T));
   const Bands bands(a, pixel_bytes);
   const Finish finish = finish_for(a.linear);
+  const bool is_direct = DirectResult<T>(a.linear).out;
   const Axis rows{a.in_h, a.kernel_h, a.stride_h, a.dilation_h, a.pad_top};
   const Axis columns{a.in_w, a.kernel_w, a.stride_w, a.dilation_w, a.pad_left};
   const int64_t table_bytes = round_up(taps * (sizeof(Part<T>) + sizeof(int64_t)) +
@@ -282,10 +286,13 @@ void convolve_in_place(const ChannelsLastArgs& a) {
           first_group = group, ready = group + copied;
           images = images_of(a, item, items, row, row_count, group * a.channels, copied * a.channels, copy);
         }
+        const int64_t column = p % bands.panels * kPanel;
+        const bool wide = is_direct && p + 1 < last && is_wide(a.linear.n - column);
         const PanelOfBand<T> panel{a, rows, columns, images, images.data + (group - first_group) * a.channels,
-                                   item * a.out_h * a.out_w, items, group, p % bands.panels * kPanel, finish, parts, offsets};
+                                   item * a.out_h * a.out_w, items, group, column, wide, finish, parts, offsets};
         for (const Stretch* y = ys; y < end_of_ys; ++y)
           for (const Stretch* x = xs; x < end_of_xs; ++x) panel.multiply(*y, *x);
+        p += wide;
       }
     }
   });

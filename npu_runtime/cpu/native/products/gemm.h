@@ -20,6 +20,13 @@ inline constexpr int64_t kColumnStep = kHasHalves ? kLanes / 2 : kLanes;
 // Two accumulators a row, and registers for the panel's two vectors and the broadcast of x.
 inline constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 
+// Maximum number of rows to multiply with a panel and the first vector of the next one: three accumulators a row, which takes
+// fewer loads than the two panels by themselves where registers are few. 0: no product does so.
+inline constexpr int kWideRows = kRegisters == 16 ? 4 : 0;
+inline constexpr int64_t kWidePanel = kPanel + kLanes;
+// Whether as many columns are the last ones of such a product.
+constexpr bool is_wide(int64_t columns) { return kWideRows > 0 && columns > kPanel && columns <= kWidePanel; }
+
 // Maximum number of rows to multiply together, by the bytes from one to the next. Rows a whole number of pages apart share
 // one set of L1, which has eight lines at least.
 constexpr int64_t rows_together(int64_t row_bytes) {
@@ -88,7 +95,7 @@ NPU_INLINE void add_results(Vec (&sums)[kRows][kVecs], const Results<T>& results
   const T* added = results.added;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r, added += results.added_row_stride)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int v = 0; v < kVecs; ++v) {
       const int64_t count = kWhole ? kLanes : results.columns - v * kLanes;
       if (count > 0) sums[r][v] += load_n(added + v * kLanes, count);
@@ -103,7 +110,7 @@ NPU_INLINE void begin_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results,
     const float* start = range.start;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r, start += row_stride)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int v = 0; v < kVecs; ++v) sums[r][v] = load(start + v * range.vec_stride);
   };
   range.row_stride ? load_from(range.row_stride) : load_from(0);
@@ -121,7 +128,7 @@ NPU_INLINE void put(Vec (&sums)[kRows][kVecs], const Results<T>& results) {
       store_both<true>(to, vec_stride, sums[r][0], sums[r][1]);
       continue;
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int v = 0; v < kVecs; ++v) {
       const int64_t count = kWhole ? kLanes : columns - v * kLanes;
       if (count > 0) store_n(to + v * vec_stride, sums[r][v], count);
@@ -135,7 +142,7 @@ NPU_INLINE void finish_sums(Vec (&sums)[kRows][kVecs], const Results<T>& results
   const auto for_sums = [&](const auto& change) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int v = 0; v < kVecs; ++v) sums[r][v] = change(sums[r][v]);
   };
   const bool whole = results.columns >= kVecs * kLanes;
@@ -184,6 +191,11 @@ void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_s
   const Part<W> part{x, panel};
   multiply_parts<W, Out>(rows, &part, 1, row_stride, steps, results, range, columns);
 }
+
+// The same as multiply_parts for kWidePanel columns and 1 to kWideRows rows. The next panel is `next_panel` values away.
+template <class W, class Out = float>
+void multiply_wide(int64_t rows, const Part<W>* parts, int64_t count, int64_t row_stride, int64_t steps,
+                   const Results<Out>& results, const Range& range, int64_t next_panel);
 
 // The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {

@@ -51,11 +51,11 @@ struct DirectResult {
     if (limits) low = 0.0f;
     if (a.activation == Activation::relu6) high = 6.0f;
   }
-  // What the sums of the panel that begins at `column` begin with; `start` is memory for a panel.
-  Range begin(int64_t column, float* start) const {
+  // What the sums of the panel that begins at `column` begin with; `start` is memory for its columns.
+  Range begin(int64_t column, float* start, int64_t columns = kPanel) const {
     if (!bias) return {};
-    if (n - column >= kPanel) return {bias + column, 0, kLanes};
-    for (int64_t i = 0; i < kPanel; i += kLanes)
+    if (n - column >= columns) return {bias + column, 0, kLanes};
+    for (int64_t i = 0; i < columns; i += kLanes)
       store(start + i, n - column > i ? load_n(bias + column + i, n - column - i) : Vec{});
     return {start, 0, kLanes};
   }
