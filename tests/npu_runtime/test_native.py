@@ -90,9 +90,12 @@ def test_linear_ends_with_any_part_of_a_panel(dtype: torch.dtype, left_over: int
     rng = random.Random(f"{seed} {left_over}")
     rows, columns, inner = rng.randint(13, 100), 32 * rng.randint(0, 2) + left_over, rng.randint(1, 200)
     x, weight = strided(rows, inner, dtype=dtype), (torch.randn(columns, inner) / inner**0.5).to(dtype)
-    bias, out = torch.randn(columns).to(dtype), blank(rows, columns, dtype=dtype)
-    run(native.linear(x, native.pack_linear_weight(weight), bias, None, "relu", out))
-    check(out, torch.relu(x.double() @ weight.double().T + bias.double()), 3e-5)
+    bias, residual = torch.randn(columns).to(dtype), strided(rows, columns, dtype=dtype)
+    packed, sums = native.pack_linear_weight(weight), x.double() @ weight.double().T + bias.double()
+    for name, added in (("relu", None), ("none", residual)):
+        out = blank(rows, columns, dtype=dtype)
+        run(native.linear(x, packed, bias, added, name, out))
+        check(out, ACTIVATIONS[name](sums) + (0 if added is None else added.double()), 3e-5)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -143,6 +143,30 @@ void run_streams(Products products, int64_t steps) {
   stream([&](int64_t i) { return reinterpret_cast<const X*>(packed[i]); });
 }
 
+// Whether the last columns of a product with an x that is read in place are those of a wide panel, which stays in L1.
+template <class W>
+bool ends_wide(const LinearArgs& a) {
+  return reads_in_place<W>(a) && DirectResult<W>(a).out && a.k * kWidePanel * int64_t(sizeof(W)) <= kSliceBytes &&
+         a.n > kPanel && is_wide(a.n % kPanel + kPanel);
+}
+
+// The results of rows [begin, end) in the wide panel that begins at `column`.
+template <class W>
+void run_wide(const LinearArgs& a, const DirectResult<W>& direct, int64_t begin, int64_t end, int64_t column) {
+  const int64_t stride = a.x.stride[2];
+  const W* x = reinterpret_cast<const W*>(a.x.data) + begin * stride;
+  const W* panel = static_cast<const W*>(a.weight) + column * a.k;
+  alignas(64) float start[kWidePanel];
+  Range range = direct.begin(column, start, kWidePanel);
+  range.low = direct.low, range.high = direct.high;
+  const RowBlocks blocks(end - begin, kWideRows);
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    const Part<W> part{x + blocks.begin(b) * stride, panel};
+    const Results<W> results = direct.at(begin + blocks.begin(b), column);
+    multiply_wide<W, W>(blocks.size(b), &part, 1, stride, a.k / Step<W>::kWidth, results, range, a.k * kPanel);
+  }
+}
+
 // Many rows: a task is one panel and a range of row blocks. `packed` is null where x is read in place.
 template <class W>
 void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const RowBlocks& blocks, int64_t steps) {
@@ -150,7 +174,8 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
   constexpr int kWidth = Step<W>::kWidth;
   constexpr int64_t kSlice = kSliceSteps<W>;
   const W* weight = static_cast<const W*>(a.weight);
-  const int64_t panels = divide_up(a.n, kPanel);
+  const bool wide = std::is_same_v<X, W> && ends_wide<W>(a);
+  const int64_t panels = divide_up(a.n, kPanel) - wide;
   const int64_t for_balance = divide_up(8 * num_threads(), panels);
   const int64_t row_tasks = std::min(blocks.count, std::max(divide_up(blocks.rows, kMaxTaskRows), for_balance));
   const bool converts = !std::is_same_v<X, W>;
@@ -163,6 +188,12 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* packed, const R
       const int64_t panel = task % panels, row_task = task / panels;
       const int64_t first = blocks.count * row_task / row_tasks, last = blocks.count * (row_task + 1) / row_tasks;
       const int64_t columns = a.n - panel * kPanel;
+      if constexpr (std::is_same_v<X, W>) {
+        if (wide && panel + 1 == panels) {
+          run_wide<W>(a, direct, blocks.begin(first), blocks.begin(last), panel * kPanel);
+          continue;
+        }
+      }
       const bool is_direct = direct.out && (!packed || std::is_same_v<X, float>);
       alignas(64) float start[kPanel];
       const Range first_range = is_direct ? direct.begin(panel * kPanel, start) : Range{};
