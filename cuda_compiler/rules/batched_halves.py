@@ -6,7 +6,7 @@ to head. Copies of the operands would take longer than a product of few terms do
 
 from __future__ import annotations
 
-from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -16,8 +16,13 @@ from npu_compiler.program.views import View, numel
 _WARPS = 4
 _SMALL, _LARGE = 32, 64  # rows, columns or terms of a tile
 _MOST_PACK = 8  # elements that a thread copies at a time
-# Operations and bytes a second, and seconds of a launch, by which copies for cuBLASLt are weighed against this kernel.
-_OWN_RATE, _CUBLAS_RATE, _BANDWIDTH, _LAUNCH = 1.5e14, 4e14, 3e12, 1.5e-6
+_STAGES = 4  # of the pipeline of copies to shared memory
+_SPARE = 8  # elements between the lines of a tile there
+# What products are weighed by, fitted to times on an H200: operations and bytes a second; seconds of a kernel that has
+# hardly anything to do; and of a step of a block's sums, where vectors are copied and where single elements are.
+_OWN_RATE, _CUBLAS_RATE, _BANDWIDTH, _LAUNCH = 1.5e14, 4e14, 2.2e12, 2e-6
+_STEP, _STEP_OF_SINGLES = 0.6e-6, 2e-6
+_TOGETHER = 4 * MULTIPROCESSORS  # blocks
 
 
 def suits_halves(call: KernelCall) -> bool:
@@ -33,12 +38,15 @@ def beats_copies(call: KernelCall, copied: int, copies: int) -> bool:
         copied: Bytes of the operands that would be copied.
         copies: Number of copies.
     """
-    *batch, rows, columns = call.outputs[0].shape
-    tile_m, tile_n = _tile(rows), _tile(columns)
-    padded = numel(batch) * groups(rows, tile_m) * tile_m * groups(columns, tile_n) * tile_n
-    operations = 2 * padded * call.inputs[0].shape[-1]
-    others = operations / _CUBLAS_RATE + 2 * copied / _BANDWIDTH + copies * _LAUNCH
-    return suits_halves(call) and operations / _OWN_RATE <= others
+    (left, right), (out,) = call.inputs, call.outputs
+    *batch, rows, columns = out.shape
+    terms, tile_m, tile_n = left.shape[-1], _tile(rows), _tile(columns)
+    blocks = numel(batch) * groups(rows, tile_m) * groups(columns, tile_n)
+    operations = 2 * blocks * tile_m * tile_n * terms
+    step = _STEP_OF_SINGLES if min(_pack(left), _pack(right.transpose(-1, -2))) == 1 else _STEP
+    own = _LAUNCH + max(operations / _OWN_RATE, groups(terms, _tile(terms)) * groups(blocks, _TOGETHER) * step)
+    others = (1 + copies) * _LAUNCH + operations / _CUBLAS_RATE + 2 * copied / _BANDWIDTH
+    return suits_halves(call) and own <= others
 
 
 def batched_halves(make: Specializer, call: KernelCall) -> KernelCall:
@@ -49,6 +57,11 @@ def batched_halves(make: Specializer, call: KernelCall) -> KernelCall:
         left, right, out = right, left, out.transpose(-1, -2)
     *batch, rows, columns = out.shape
     tile_m, tile_n, depth = _tile(rows), _tile(columns), _tile(left.shape[-1])
+    stages = max(2, min(_STAGES, groups(left.shape[-1], depth)))
+    stage_bytes = sum(
+        2 * (lines * (depth + _SPARE) if matrix.strides[-1] == 1 else depth * (lines + _SPARE))
+        for matrix, lines in ((left, tile_m), (right, tile_n))
+    )
     return make.kernel(
         call,
         "matmul/batched_halves.cu",
@@ -57,7 +70,9 @@ def batched_halves(make: Specializer, call: KernelCall) -> KernelCall:
         outputs={"out": out},
         grid=(numel(batch) * groups(rows, tile_m) * groups(columns, tile_n), 1, 1),
         block=(_WARPS * WARP, 1, 1),
+        shared=stages * stage_bytes,
         constants={
+            "stages": stages,
             "tile_m": tile_m,
             "tile_n": tile_n,
             "depth": depth,

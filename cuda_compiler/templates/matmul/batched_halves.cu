@@ -25,6 +25,7 @@ struct Tile {
     alignas(16) Half at[outer][inner + spare];
 
     __device__ __forceinline__ void copy(const Half *matrix, index_t first_line, index_t first_term) {
+#pragma unroll (pack == 1 ? outer * inner / THREADS : 4)  // so that loads that wait do so together
         for (int i = threadIdx.x; i < outer * inner / pack; i += THREADS) {
             const int x = i % (inner / pack) * pack;
             const int y = i / (inner / pack);
@@ -57,8 +58,10 @@ struct Stage {
     Tile<Right, tile_n, right_pack> right;
 };
 
+extern __shared__ __align__(16) unsigned char shared_memory[];
+
 KERNEL(batched_halves) {
-    __shared__ Stage stages[2];
+    Stage *memory = reinterpret_cast<Stage *>(shared_memory);
     constexpr index_t across = (columns + tile_n - 1) / tile_n;
     constexpr index_t down = (rows + tile_m - 1) / tile_m;
     constexpr int steps = (terms + depth - 1) / depth;
@@ -71,19 +74,22 @@ KERNEL(batched_halves) {
     const int own_row = warp / warps_n * row_tiles * 16;
     const int own_column = warp % warps_n * column_tiles * 16;
     float sums[row_tiles][2 * column_tiles][4] = {};
-    stages[0].left.copy(left, first_row, 0);
-    stages[0].right.copy(right, first_column, 0);
-    end_of_copies();
-    for (int step = 0; step < steps; step++) {
-        Stage &stage = stages[step % 2];
-        if (step + 1 < steps) {
-            Stage &next = stages[(step + 1) % 2];
-            next.left.copy(left, first_row, index_t(step + 1) * depth);
-            next.right.copy(right, first_column, index_t(step + 1) * depth);
+    const auto copy = [&](int step) {
+        if (step < steps) {
+            memory[step % stages].left.copy(left, first_row, index_t(step) * depth);
+            memory[step % stages].right.copy(right, first_column, index_t(step) * depth);
         }
         end_of_copies();
-        wait_for_copies<1>();
-        __syncthreads();
+    };
+#pragma unroll
+    for (int step = 0; step < stages - 1; step++) {
+        copy(step);
+    }
+    for (int step = 0; step < steps; step++) {
+        wait_for_copies<stages - 2>();
+        __syncthreads();  // what came last is there for all, and all have used what the next copies replace
+        copy(step + stages - 1);
+        const Stage &stage = memory[step % stages];
 #pragma unroll
         for (int term = 0; term < depth; term += 16) {
             unsigned a[row_tiles][4];
@@ -103,7 +109,6 @@ KERNEL(batched_halves) {
                 }
             }
         }
-        __syncthreads();
     }
     out += leading_offset<Out, rank - 2>(batch);
     const int lane = threadIdx.x % WARP;
