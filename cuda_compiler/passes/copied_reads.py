@@ -209,6 +209,9 @@ def _as_dimensions(located: Located, lead: tuple[int, int]) -> View | None:
 
 def _image_reading(call: KernelCall, found: Found) -> KernelCall | None:
     """A call over images that reads what is `found`, if that can be read in vectors of as many channels as the copy."""
+    weights = call.inputs[1:2] if classify(call) is Family.CONV else ()
+    if any(view in found for view in weights):  # their copies have the order that kernels need
+        return None
     inputs = []
     for view in call.inputs:
         moved = found[view].undivided if view in found else view
