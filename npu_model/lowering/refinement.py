@@ -80,7 +80,7 @@ class _Search:
                 cost, candidates[:] = own, changed
 
     def _cost(self, placed: PlacedProgram, candidates: list[Candidate]) -> float:
-        """The simulated cycles of a program, times the factor by which it moves more bytes than the first one, if so."""
+        """The simulated cycles of a program, times the factor by which it moves more bytes than the first one."""
         self._tried += 1
         program = placed.linked(candidates)
         run = Machine(self._chip, program).run()
