@@ -69,7 +69,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("read_sources", read_sources),
         ("widen_channels", widen_channels),
         ("lay_channels_last", lay_channels_last),
-        ("read_images", read_sources),
+        ("read_images", read_sources),  # again: convolutions and pooling read images that lie channels-last
         ("drop_copies", drop_copies),
         ("absorb_epilogues", absorb_epilogues),
         ("form_plane_products", form_plane_products),

@@ -135,7 +135,7 @@ def _together(call: KernelCall, wide: Images, buffers: Images) -> list[View]:
     kernel = elementwise_kernel(call)
     if kernel is None or kernel.op.name not in _FINITE:
         return []
-    return [*(view for view in call.inputs if view.strides[dim] and not _is_padded(view, dim, buffers)), out]
+    return [*(view for view in call.inputs if view.strides[dim] and not _can_be_padded(view, dim, buffers)), out]
 
 
 def _is_depthwise(call: KernelCall) -> bool:
@@ -148,7 +148,7 @@ def _is_mean_of_pixels(call: KernelCall) -> bool:
     return call.kernel == "mean_kernel" and call.inputs[0].rank == 4 and call.params["reduce_dims"] == 2
 
 
-def _is_padded(view: View, dim: int, buffers: Images) -> bool:
+def _can_be_padded(view: View, dim: int, buffers: Images) -> bool:
     """Whether an operand is a constant for each channel, which the prologue can pad."""
     others = [stride for at, stride in enumerate(view.strides) if at != dim and view.shape[at] > 1]
     return buffers[view.buffer].is_constant and not any(others)
