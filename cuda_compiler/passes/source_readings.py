@@ -36,7 +36,7 @@ def elementwise_reading(call: KernelCall, found: Found) -> KernelCall | None:
 
 
 def reduction_reading(call: KernelCall, found: Found) -> KernelCall | None:
-    """A reduction over what is `found`, whose kernel reads it in the order of memory."""
+    """A reduction over what is `found`, whose kernel reads it in the order of memory; None if no views express that."""
     (x,), (out,) = call.inputs, call.outputs
     kept = x.rank - call.params["reduce_dims"]
     result = replace(out, shape=(*out.shape, *x.shape[kept:]), strides=(*out.strides, *(0 for _ in x.shape[kept:])))

@@ -179,7 +179,7 @@ def _unfit(call: KernelCall, wide: Images, buffers: Images) -> Iterator[str]:
 
 
 def _read_by_convolutions(plan: ExecutionPlan, wide: Images) -> Images:
-    """Those of the wide images that convolutions read, and those that become wider together with them."""
+    """The wide images that convolutions read, and those that become wider together with them."""
     found = {call.inputs[0].buffer for call in plan.calls if call.kernel == _CONVOLUTION}
     ties = [{view.buffer for view in _together(call, wide, plan.buffers)} for call in plan.calls]
     while more := {name for tie in ties if not tie.isdisjoint(found) for name in tie} - found:
