@@ -11,7 +11,7 @@ product becomes one of more and smaller matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -49,9 +49,9 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
         reading = sorted(readers.get(name, ()))
         if len(copies) < len(places) or not reading or reading[0] < max(places):
             continue
-        if plan.buffers[name].kind != "arena" or name in kept or not _fill(list(copies.values()), plan.buffers[name]):
+        if plan.buffers[name].kind != "arena" or name in kept or not _fill(copies.values(), plan.buffers[name]):
             continue
-        sources = {at: call.inputs[0].buffer for at, call in copies.items()}
+        sources = {at: copying.inputs[0].buffer for at, copying in copies.items()}
         changes = any(first < at <= reading[-1] for first, source in sources.items() for at in writers.get(source, ()))
         if changes or not updated.isdisjoint(sources.values()):
             continue
@@ -71,7 +71,7 @@ def read_sources(plan: ExecutionPlan) -> ExecutionPlan:
     return replace(plan, calls=[call for call in calls if call is not None])
 
 
-def _fill(copies: Sequence[KernelCall], buffer: BufferAllocation) -> bool:
+def _fill(copies: Collection[KernelCall], buffer: BufferAllocation) -> bool:
     """Whether copies fill a buffer, with values as exact as their sources'."""
     for copying in copies:
         source, target = copying.inputs[0], copying.outputs[0]

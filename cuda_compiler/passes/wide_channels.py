@@ -110,7 +110,7 @@ def _is_whole(view: View, wide: Images) -> bool:
     return covered is not None and covered.dim == 1 and covered.whole
 
 
-def _last_channels(view: View, wide: Images) -> int | None:
+def _dim_to_last_channel(view: View, wide: Images) -> int | None:
     """The dimension of channels of a view that covers the last of a wide image's channels and more; else None."""
     covered = _covered(view, wide[view.buffer]) if view.buffer in wide else None
     return covered.dim if covered is not None and covered.reaches_end else None
@@ -127,7 +127,7 @@ def _together(call: KernelCall, wide: Images, buffers: Images) -> list[View]:
             return []
         beside = [view for view in (x if depthwise else None, residual) if view is not None]
         return [*beside, out] if dense or depthwise else []
-    dim = _last_channels(out, wide)
+    dim = _dim_to_last_channel(out, wide)
     if dim is None:
         return []
     if classify(call) is Family.POOL or _is_mean_of_pixels(call):
@@ -163,9 +163,11 @@ def _unfit(call: KernelCall, wide: Images, buffers: Images) -> Iterator[str]:
     yield from (view.buffer for view in views if not fits or _covered(view, wide[view.buffer]) is None)
     together = _together(call, wide, buffers)
     is_elementwise = elementwise_kernel(call) is not None
-    dim = _last_channels(together[-1], wide) if together else None
+    dim = _dim_to_last_channel(together[-1], wide) if together else None
     alike = [
-        view for view in together if _is_whole(view, wide) or (is_elementwise and _last_channels(view, wide) == dim)
+        view
+        for view in together
+        if _is_whole(view, wide) or (is_elementwise and _dim_to_last_channel(view, wide) == dim)
     ]
     # An element-wise call of whole images that read one without its new channels could not join the call that makes it.
     joins = is_elementwise and all(view.numel >= numel(buffers[view.buffer].alloc_shape) for view in call.inputs)
@@ -224,7 +226,7 @@ class _Widened:
                 tuple(self._view(view, 1, more) for view in side) for side in (call.inputs, call.outputs)
             )
             return replace(call, inputs=inputs, outputs=outputs)
-        dim = _last_channels(call.outputs[0], self.wide) or 0
+        dim = _dim_to_last_channel(call.outputs[0], self.wide) or 0
         inputs, outputs = (tuple(self._view(view, dim, more) for view in side) for side in (call.inputs, call.outputs))
         name = call.kernel
         if not all(view.is_contiguous for view in (*inputs, *outputs)):

@@ -61,7 +61,7 @@ _PAGED_SHAPES = ((4, 2), (8, 1))
 _PAGED_STAGES = 3  # as `_STAGES`, where most tiles have one token
 _LONG = 2048  # keys, above which a sequence may be much longer than others
 _SURVEY_THREADS = 256
-_MOST_UNSEEN = 4  # tiles of keys with a bias, up to which a look at it would take longer than what it may save
+_MOST_UNSURVEYED = 4  # tiles of keys with a bias, up to which a survey would take longer than what it may save
 _SURVEY_MIN_BLOCKS = 4
 
 
@@ -369,8 +369,9 @@ def _survey(
     mask, if the keys fit in one tile, or if there are few tiles and the run computes a bias for each head.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
-    is_bias = k.shape[2] <= _MOST_UNSEEN * tile_keys and _is_bias(mask, k)
-    if mask is None or k.shape[2] <= tile_keys or (is_bias and not make.is_constant(mask)):
+    if mask is None or k.shape[2] <= tile_keys:
+        return [], None
+    if k.shape[2] <= _MOST_UNSURVEYED * tile_keys and _is_bias(mask, k) and not make.is_constant(mask):
         return [], None
     constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)
@@ -401,10 +402,8 @@ def _survey(
     return [] if is_ahead else [survey], verdicts
 
 
-def _is_bias(mask: View | None, k: View) -> bool:
+def _is_bias(mask: View, k: View) -> bool:
     """Whether a mask has floats of its own for each head, as a bias has that hides no keys."""
-    if mask is None:
-        return False
     return is_float(mask.dtype) and k.shape[1] > 1 and mask.shape[1] > 1 and mask.strides[1] != 0
 
 

@@ -17,7 +17,7 @@ _WARPS = 4
 _SMALL, _LARGE = 32, 64  # rows, columns or terms of a tile
 _MOST_PACK = 8  # elements that a thread copies at a time
 _STAGES = 4  # of the pipeline of copies to shared memory
-_SPARE = 8  # elements between the lines of a tile there
+_SPARE = 8  # elements between the lines of a tile there, so that they lie in different banks
 # What products are weighed by, fitted to times on an H200: operations and bytes a second; seconds of a kernel that has
 # hardly anything to do; and of a step of a block's sums, where vectors are copied and where single elements are.
 _OWN_RATE, _CUBLAS_RATE, _BANDWIDTH, _LAUNCH = 1.5e14, 4e14, 2.2e12, 2e-6
@@ -73,6 +73,7 @@ def batched_halves(make: Specializer, call: KernelCall) -> KernelCall:
         shared=stages * stage_bytes,
         constants={
             "stages": stages,
+            "spare": _SPARE,
             "tile_m": tile_m,
             "tile_n": tile_n,
             "depth": depth,

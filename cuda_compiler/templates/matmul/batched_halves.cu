@@ -13,7 +13,6 @@ constexpr index_t terms = Left::size(rank - 1);
 constexpr int warps_n = THREADS / WARP / warps_m;
 constexpr int row_tiles = tile_m / warps_m / 16;  // of a warp
 constexpr int column_tiles = tile_n / warps_n / 16;  // of a warp
-constexpr int spare = 8;  // so that the lines of a matrix lie in different banks
 
 // A tile [lines, depth] of an operand, the dimension inside that is side by side in memory.
 template <typename V, int lines, int pack>

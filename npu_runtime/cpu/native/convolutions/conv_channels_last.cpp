@@ -187,7 +187,7 @@ struct Run {
   }
 };
 
-// The products of one panel with windows where they are, for the images of a band; or of a wide one.
+// The products of one panel, or of a wide one, with windows where they are, for the images of a band.
 template <class T>
 struct PanelOfBand {
   const ChannelsLastArgs& a;

@@ -192,7 +192,7 @@ void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_s
   multiply_parts<W, Out>(rows, &part, 1, row_stride, steps, results, range, columns);
 }
 
-// The same as multiply_parts for kWidePanel columns and 1 to kWideRows rows. The next panel is `next_panel` values away.
+// Multiplies as multiply_parts does, kWidePanel columns and 1 to kWideRows rows. The next panel is `next_panel` values away.
 template <class W, class Out = float>
 void multiply_wide(int64_t rows, const Part<W>* parts, int64_t count, int64_t row_stride, int64_t steps,
                    const Results<Out>& results, const Range& range, int64_t next_panel);
