@@ -266,22 +266,26 @@ class CUDABackend(Backend):
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
         others = self._connect(call, exchange, addresses, memory) if (exchange := peer_exchange_of(call)) else []
+        written = [_extent(operand) for operand in outputs]
+        launch_with = partial(CUDALaunch, self._device, written=written)
         match launch_of(call):
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
-                return self._prepare_resident(call, launch, addresses, memory)
+                return self._prepare_resident(call, launch, addresses, memory, written)
             case KernelLaunch(kind=LaunchKind.PEER_COPY):
-                return CUDALaunch(self._device, call, self._copy_beside(call, addresses, others), memory, 1)
+                return launch_with(call, self._copy_beside(call, addresses, others), memory, 1)
             case KernelLaunch(kind=LaunchKind.AFTER_COPIES):
-                return CUDALaunch(self._device, call, self._after_copies(self._start(call, addresses)), memory, -1)
+                return launch_with(call, self._after_copies(self._start(call, addresses)), memory, -1)
             case CollectiveLaunch() as collective:
                 start = self._exchange(call, collective, inputs[0].view.dtype, addresses)
-                return CUDALaunch(self._device, call, start, memory)
+                return launch_with(call, start, memory)
             case ConvolutionLaunch():
                 form = self._convolutions.form(call)
                 if not isinstance(form, KernelCall):
-                    return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
+                    # cuDNN's kernels start before the one before them has ended, and read bias and residual before they wait.
+                    early = [_extent(operand) for operand in inputs[1:]]
+                    return launch_with(call, form.launch(addresses), (memory, form), early=early)
                 call = form
-        return CUDALaunch(self._device, call, self._start_form(call, addresses), memory)
+        return launch_with(call, self._start_form(call, addresses), memory)
 
     def _start_form(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
         """A function that enqueues the call's kernel, or its product of cuBLASLt, on operands at addresses."""
@@ -378,7 +382,7 @@ class CUDABackend(Backend):
         return start
 
     def _prepare_resident(
-        self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any]
+        self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any], written: list[range]
     ) -> CUDALaunch:
         """A cooperative launch: one block on every multiprocessor, with all the shared memory that a block may have.
 
@@ -402,7 +406,7 @@ class CUDABackend(Backend):
         else:
             start_together = self._device.driver.launchCooperativeKernel
             start = partial(start_together, function.ptr, *grid, *block, shared, stream, pointers)
-        return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
+        return CUDALaunch(self._device, call, start, (memory, function, arguments, places), written=written)
 
     def _function(self, call: KernelCall, threads: int, shared: int) -> Any:
         """The loaded function of a call's kernel, configured for its block size and shared memory.
@@ -560,6 +564,13 @@ def _address(operand: Operand) -> int:
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first
+
+
+def _extent(operand: Operand) -> range:
+    """The addresses from an operand's first element to its last."""
+    view, first = operand.view, _address(operand)
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) if view.numel else -1
+    return range(first, first + (last + 1) * itemsize(view.dtype))
 
 
 CudaBackend, CudaBuffer = CUDABackend, CUDABuffer

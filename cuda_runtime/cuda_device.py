@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +24,7 @@ from npu_runtime.pieces import in_pieces
 _GIB = 2**30
 _STAGING_BYTES = 4 * 2**20
 _STAGING_SLOTS = 16
+_SEPARATOR_BYTES = 256
 _DLPACK_CUDA = 2  # DLPack's number for CUDA's devices
 _FAILED = "the GPU failed, perhaps in a kernel launched earlier (CUDA_LAUNCH_BLOCKING=1 in the environment shows which)"
 
@@ -189,6 +190,15 @@ class CUDADevice:
         """Let later work of the first stream wait for the work of the second one so far."""
         self._joined.record(self.second_stream)
         self.stream.wait_event(self._joined)
+
+    def separate(self) -> None:
+        """Let later work of the stream start when all earlier work has ended, even kernels made to overlap it."""
+        self.clear(self._separator)
+
+    @cached_property
+    def _separator(self) -> Any:
+        """Memory to clear between two kernels, since kernels overlap only where nothing else stands between them."""
+        return self.allocate(_SEPARATOR_BYTES, "what separates kernels")
 
     def call_on(self, pointer: int) -> None:
         """Run graphs on a caller's stream from now on, after all work enqueued on other streams.

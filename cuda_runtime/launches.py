@@ -25,13 +25,24 @@ class CUDALaunch:
         keep: Objects to keep alive with it: its operands' memory, its argument arrays.
         branches: 1 if the launch starts work on the second stream that later launches do not wait for, -1 if it waits
             for that work, else 0.
+        written: Address ranges that it writes, in bytes.
+        early: Address ranges that it may read before the launches before it have ended; no guard for any of them is
+            in the kernel.
     """
 
     def __init__(
-        self, device: CUDADevice, call: KernelCall, start: Callable[[], object], keep: object, branches: int = 0
+        self,
+        device: CUDADevice,
+        call: KernelCall,
+        start: Callable[[], object],
+        keep: object,
+        branches: int = 0,
+        *,
+        written: Sequence[range] = (),
+        early: Sequence[range] = (),
     ) -> None:
         self._device = device
-        self.branches = branches
+        self.branches, self.written, self.early = branches, written, early
         self._name = f"kernel '{call.kernel}' of node '{call.node}' does not start"
         self._start = start
         self._keep = keep
@@ -45,6 +56,8 @@ class CUDALaunch:
 
     def __call__(self) -> None:
         with self._device.active(self._name):
+            if self.early:
+                self._device.separate()
             self.enqueue()
         self._device.counters["launches"] += 1
 
@@ -129,8 +142,14 @@ class GraphSequence:
         return argument_updates(graph, self._moving[0].function.ptr, [x.copies.argument for x in self._moving])
 
     def _enqueue(self, launches: Sequence[CUDALaunch]) -> None:
+        running: list[CUDALaunch] = []  # those that may not have ended when the next one starts
         for launch in launches:
+            if any(_meet(read, written) for read in launch.early for other in running for written in other.written):
+                self._device.separate()
+                running = []
             launch.enqueue()
+            # One that reads early may let the next one start before its own wait; all others do so behind it.
+            running = [*running, launch] if launch.early else [launch]
 
     def _capture(self, launches: Sequence[CUDALaunch]) -> Any:
         stream = self._device.stream
@@ -143,3 +162,7 @@ class GraphSequence:
             raise
         self._device.counters["captures"] += 1
         return stream.end_capture()
+
+
+def _meet(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop

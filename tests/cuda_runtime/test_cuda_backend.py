@@ -617,6 +617,31 @@ def test_a_sequence_runs_plainly_then_captures_then_replays() -> None:
     assert device.counters == {"launches": 2, "captures": 1, "graph_launches": 2}
 
 
+def test_a_launch_that_reads_early_is_separated_from_what_writes_there() -> None:
+    device = FakeDevice()
+    device.separate = lambda: device.log.append("|")  # type: ignore[attr-defined]
+    call = KernelCall("k", "", (), (), {}, "node")
+
+    def launch(name: str, written: range, early: range = range(0)) -> CUDALaunch:
+        ranges = {"written": [written], "early": [early] if early else []}
+        return CUDALaunch(device, call, lambda: device.log.append(name), None, **ranges)  # type: ignore[arg-type]
+
+    each = [
+        launch("a", range(100, 200)),
+        launch("b", range(500, 600), range(0, 100)),  # next to what `a` writes
+        launch("c", range(600, 700), range(199, 300)),  # while `b` runs, `a` may run too
+        launch("d", range(700, 800)),
+        launch("e", range(800, 900), range(100, 700)),  # `d` has waited for all of these
+        launch("f", range(900, 910), range(899, 900)),
+    ]
+    sequence: Any = GraphSequence(device, each)  # type: ignore[arg-type]
+    sequence()
+    assert device.log == ["a", "b", "|", "c", "d", "e", "|", "f"]
+    device.log.clear()
+    each[1]()
+    assert device.log == ["|", "b"], "what came before is not known"
+
+
 def test_a_long_sequence_with_branches_becomes_two_graphs_between_branches() -> None:
     device = FakeDevice()
     call = KernelCall("k", "", (), (), {}, "node")
