@@ -10,7 +10,9 @@ from cuda_compiler.elementwise.around_rows import join_around_rows
 from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
 from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.joined_reductions import join_reductions
-from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.elementwise.kernel_source import generate_elementwise, generate_side_by_side
+from cuda_compiler.elementwise.side_by_side import place_side_by_side
+from cuda_compiler.elementwise.stored_parts import store_parts
 from cuda_compiler.passes.attention_operands import form_attention
 from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
@@ -26,7 +28,7 @@ from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.packed_batches import pack_batches
 from cuda_compiler.passes.plane_products import form_plane_products, keep_scores_in_planes
 from cuda_compiler.passes.rank_sums import join_rank_sums
-from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.passes.rotary_updates import ROTARY_UPDATE, join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.routing import join_routing
 from cuda_compiler.passes.shared_operands import join_shared_operands
@@ -118,7 +120,9 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
     groups = join_reductions(inline_reads(find_groups(plan.calls), private))
-    groups = join_neighbours(join_around_rows(groups, private))
+    groups = store_parts(join_neighbours(join_around_rows(groups, private)), private)
+    if all(call.kernel != ROTARY_UPDATE for call in plan.calls):  # what stands before these is known to their pass
+        groups = place_side_by_side(groups)
     calls = _generate(groups, plan, make, read_later)
     prologue = [*plan.prologue, *make.ahead]
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
@@ -146,7 +150,7 @@ def _generate(
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
         call, is_fused = group.calls[0], group.prologue is not None or group.epilogue is not None
-        if not (group.is_elementwise or is_fused or group.rows is not None):
+        if not (group.is_elementwise or is_fused or group.rows is not None or group.beside):
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
@@ -158,7 +162,9 @@ def _generate(
         ]
         if not stored:
             continue
-        if group.rows is not None:
+        if group.beside:
+            calls.append(generate_side_by_side(group, stored, make))
+        elif group.rows is not None:
             calls.append(reductions_with_groups(make, group, stored))
         elif is_fused:
             calls.append(rows_with_groups(make, group, stored))

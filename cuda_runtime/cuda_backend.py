@@ -281,7 +281,7 @@ class CUDABackend(Backend):
             case ConvolutionLaunch():
                 form = self._convolutions.form(call)
                 if not isinstance(form, KernelCall):
-                    # cuDNN's kernels start before the one before them ends, and read bias and residual before they wait.
+                    # cuDNN's kernels start before the one before has ended, and do not wait for bias and residual.
                     early = [_extent(operand) for operand in inputs[1:]]
                     return launch_with(call, form.launch(addresses), (memory, form), early=early)
                 call = form

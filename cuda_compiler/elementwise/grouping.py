@@ -14,6 +14,7 @@ from npu_compiler.program.views import Shape, View, collapse
 
 MAX_CALLS = 64
 MAX_READS = 24
+MAX_LOADS = 64  # with those of parts, of which each thread loads one
 _WINDOW = 48  # calls to search backwards for a group to fuse with
 
 
@@ -66,6 +67,8 @@ class Group:
             is stored; None where only that result is.
         rows: The rows of the reductions among the calls, whose other calls are element-wise; None without any such.
         inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
+        kept: The last call's result if the kernel that computes the group as a part stores it too; else None.
+        beside: The groups that one launch computes, each by blocks of its own; empty for a group as such.
     """
 
     calls: list[KernelCall]
@@ -75,6 +78,8 @@ class Group:
     prologue: Group | None = None
     epilogue: Group | None = None
     rows: Rows | None = None
+    kept: View | None = None
+    beside: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
         self.inner_loads = [
@@ -85,7 +90,7 @@ class Group:
         ]
         self.read_buffers = {view.buffer for view in self.loads}
         self.written_buffers = {view.buffer for view in self.writes}
-        self.is_elementwise = self.rows is None and all(map(is_elementwise, self.calls[:1]))
+        self.is_elementwise = self.rows is None and not self.beside and all(map(is_elementwise, self.calls[:1]))
         self.numel = next((call.outputs[0].numel for call in self.calls), 0)
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cuda_compiler.elementwise.grouping import (
     MAX_CALLS,
-    MAX_READS,
+    MAX_LOADS,
     Group,
     Part,
     merge,
@@ -49,11 +49,11 @@ def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Grou
         parts: dict[str, list[Part]] = {}
         for view in group.reads:
             name, at = view.buffer, writers.get(view.buffer, [])
-            if name not in private or readers[name] != [index] or not at or not _is_near(at, index):
+            if name not in private or readers[name] != [index] or not at or not is_near(at, index):
                 continue
             found = _parts(name, [left[each] for each in at], readers, private) if _reads_once(group, view) else []
-            tiled = _picks(found) and _is_transposing(group)
-            if found and not tiled and _may_move(at, index, left):
+            tiled = _picks(found) and is_transposing_copy(group)
+            if found and not tiled and may_move(at, index, left):
                 parts[name] = found
         reader = left[index]
         assert reader is not None
@@ -131,7 +131,8 @@ def _group_of(calls: list[KernelCall], whole: Group) -> Group:
     return Group(calls, list(reads.values()), list(writes.values()), whole.inlined)
 
 
-def _is_near(writers: Sequence[int], reader: int) -> bool:
+def is_near(writers: Sequence[int], reader: int) -> bool:
+    """Whether the groups at the indices `writers` precede the one at `reader`, none by too many groups."""
     return all(0 < reader - each <= _REACH for each in writers)
 
 
@@ -143,10 +144,10 @@ def _parts(
     for group in groups:
         if group is None or not (group.is_elementwise or _is_readable_pick(group.calls[0])):
             return []
-        stored = [view for view in group.writes if view.buffer not in private or view.buffer in readers]
-        if len(stored) != 1 or stored[0] != group.calls[-1].outputs[0] or stored[0].buffer != buffer:
+        result = only_result(group, readers, private)
+        if result is None or result.buffer != buffer:
             return []
-        results.append((group, stored[0]))
+        results.append((group, result))
     if len(results) > 1:
         return _split(results)
     ((group, view),) = results
@@ -154,6 +155,12 @@ def _parts(
         return []
     out = pick_of(group.calls[0]).out
     return [Part(group, 1, view.numel, 0, 1)] if out.is_contiguous and out.offset == 0 else []
+
+
+def only_result(group: Group, readers: Collection[str], private: Collection[str]) -> View | None:
+    """The result of a group's last call if nothing else of the group is read by others, else None."""
+    stored = [view for view in group.writes if view.buffer not in private or view.buffer in readers]
+    return stored[0] if stored == [group.calls[-1].outputs[0]] else None
 
 
 def _is_readable_pick(call: KernelCall) -> bool:
@@ -233,7 +240,7 @@ def _reading_all(parts: Sequence[Part], count: int, dtype: str) -> Group:
     return Group([copy], [source], [result], {source.buffer: parts})
 
 
-def _may_move(at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:
+def may_move(at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:
     """Whether the groups `at` may be computed by group `index`: nothing writes what they read from there to here."""
     return not any(
         group is not None and not group.written_buffers.isdisjoint(moved.read_buffers)
@@ -247,7 +254,7 @@ def _picks(parts: Sequence[Part]) -> bool:
     return any(is_pick(part.group.calls[0]) for part in parts)
 
 
-def _is_transposing(group: Group) -> bool:
+def is_transposing_copy(group: Group) -> bool:
     """Whether a group is one copy that goes by square tiles, which it reads from memory."""
     decl = elementwise_kernel(group.calls[0])
     return len(group.calls) == 1 and decl is not None and decl.op.name == "copy" and is_transposing(group.calls[0])
@@ -272,7 +279,7 @@ def _inlined(reader: Group, parts: Mapping[str, Sequence[Part]]) -> Group:
 def _reading(reader: Group, parts: Mapping[str, Sequence[Part]]) -> Group | None:
     """The reader that computes parts of some more buffers itself; None if its kernel would exceed the limits."""
     joined = Group(reader.calls, reader.reads, reader.writes, {**reader.inlined, **parts})
-    too_many = len(joined.loads) > MAX_READS or len(all_calls(joined)) > MAX_CALLS
+    too_many = len(joined.loads) > MAX_LOADS or len(all_calls(joined)) > MAX_CALLS
     return None if too_many else joined
 
 

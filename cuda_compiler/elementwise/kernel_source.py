@@ -33,20 +33,58 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     Args:
         stored: The written views that a later kernel, or the caller, reads; only these go to memory.
     """
-    width = _vector_width(group, stored)
-    threads = -(-group.numel // width)
+    width, threads = _division(group, stored)
     block = min(_BLOCK, WARP * groups(threads, WARP))
     text = group_text(group, stored, width)
-    lines = [
-        f"const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
-        f"if (first >= {group.numel}u) {{",
-        "    return;",
-        "}",
-        *text.statements,
-    ]
+    lines = [*_own_elements(group, width, f"blockIdx.x * index_t({block})"), *text.statements]
     return generated_call(
         make, group, stored, GroupText(text.arguments, text.functions, lines), groups(threads, block), block
     )
+
+
+def generate_side_by_side(group: Group, stored: Sequence[View], make: Specializer) -> KernelCall:
+    """The call of a generated kernel that computes the groups `beside` each other.
+
+    Args:
+        stored: The written views that a later kernel, or the caller, reads; only these go to memory.
+    """
+    own = [(each, [view for view in stored if view in each.writes]) for each in group.beside]
+    divided = [(each, views, *_division(each, views)) for each, views in own if views]
+    block = min(_BLOCK, max(WARP * groups(threads, WARP) for _, _, _, threads in divided))
+    scope = Scope(names_of(group), {}, {place_of(view): f"out{index}" for index, view in enumerate(stored)})
+    functions, lines, blocks = dict[str, None](), list[str](), 0
+    for turn, (each, views, width, threads) in enumerate(divided):
+        text = group_text(each, views, width, scope=scope)
+        functions |= dict.fromkeys(text.functions)
+        before, blocks = blocks, blocks + groups(threads, block)
+        is_last = turn + 1 == len(divided)
+        body = [*_own_elements(each, width, f"(blockIdx.x - {before}u) * index_t({block})"), *text.statements]
+        lines += [
+            f"{'} else ' * (turn > 0)}{f'if (blockIdx.x < {blocks}u) ' * (not is_last)}{{",
+            *(line if line.startswith("#") else f"    {line}" for line in body),
+        ]
+    arguments = arguments_of(names_of(group), stored)
+    return generated_call(make, group, stored, GroupText(arguments, [*functions], [*lines, "}"]), blocks, block)
+
+
+def _division(group: Group, stored: Sequence[View]) -> tuple[int, int]:
+    """The number of elements for each thread of a group, and the number of threads."""
+    width = _vector_width(group, stored)
+    return width, -(-group.numel // width)
+
+
+def _own_elements(group: Group, width: int, block: str) -> list[str]:
+    """The statements that find the number of a thread's first element.
+
+    Args:
+        block: The C expression of the number of its block's first thread.
+    """
+    return [
+        f"const index_t first = {width}u * ({block} + threadIdx.x);",
+        f"if (first >= {group.numel}u) {{",
+        "    return;",
+        "}",
+    ]
 
 
 def generated_call(
@@ -141,12 +179,14 @@ class _Body:
 
     Attributes:
         inputs: View that is loaded from memory → the name of its argument.
+        outputs: Place that goes to memory → the name of its argument.
         functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
         values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
     """
 
     inputs: Mapping[View, str]
+    outputs: Mapping[Place, str]
     functions: dict[str, str] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
     lane: list[str] = field(default_factory=list)
@@ -193,11 +233,13 @@ class Scope:
     Attributes:
         names: View that is loaded → the name of its argument.
         variables: Place that calls read, not among their groups' reads → the float variable that all its elements are.
+        outputs: Place that goes to memory → the name of its argument; where empty, a group's stored views are numbered.
         functions: Definition of an op's device function → its name; each group adds those that it needs.
     """
 
     names: Mapping[View, str]
     variables: Mapping[Place, str]
+    outputs: Mapping[Place, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
 
 
@@ -221,7 +263,9 @@ def group_text(
     """
     bound = bound or str(width)
     inputs = scope.names if scope else names_of(group)
-    body = _Body(inputs)
+    numbered = {place_of(view): f"out{index}" for index, view in enumerate(stored)}
+    outputs = scope.outputs if scope and scope.outputs else numbered
+    body = _Body(inputs, outputs)
     if scope is not None:
         body.functions = scope.functions
         body.values |= {place: (name, False) for place, name in scope.variables.items()}
@@ -237,7 +281,6 @@ def group_text(
             body.values[place_of(view)] = (f"x{index}", kind == "int")
         else:
             _read(body, view, index, width, bound)
-    outputs = {place_of(view): index for index, view in enumerate(stored)}
     if given is not None:
         _read_given(body, given, rounds=place_of(given) in outputs)
     last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
@@ -248,9 +291,9 @@ def group_text(
         _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
     if result is not None:
         body.lane.append(f"values[lane] = {body.values[place_of(result)][0]};")
-    for view in stored:
-        index = outputs[place_of(view)]
-        _write(body, view, index, width, bound)
+    for index, view in enumerate(stored):
+        if place_of(view) in body.values:  # else it is what a part keeps
+            _write(body, view, index, width, bound)
     statements = [*body.before, *_for_each_lane(body.lane, bound), *body.after]
     needed = {function.name for call in all_calls(group) for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
@@ -303,7 +346,7 @@ def _element(body: _Body, group: Group, variable: str, number: str, depth: int) 
         lines, offset, condition = _picked_place(body, pick, number, "picked")
         value = f"{_conversion(pick.table)}({body.inputs[pick.table]}[{' + '.join(offset)}])"
         return [*lines, f"{variable} = {f'{condition} ? {value} : {_missing(pick.table)}' if condition else value};"]
-    inner = _Body(body.inputs, body.functions)
+    inner = _Body(body.inputs, body.outputs, body.functions)
     for each, view in enumerate(group.reads):
         name, kind = f"x{depth}_{each}", _element_kind(view)
         if view.buffer in group.inlined:
@@ -315,7 +358,21 @@ def _element(body: _Body, group: Group, variable: str, number: str, depth: int) 
     for each, call in enumerate(group.calls):
         _compute(inner, call, each, rounds=False, stem=f"v{depth}_")
     value = inner.values[place_of(group.calls[-1].outputs[0])][0]
-    return [*inner.lane, f"{variable} = {value};"]
+    name = _kept_at(body, group)
+    if group.kept is None or not name:
+        return [*inner.lane, f"{variable} = {value};"]
+    kind = TYPES[group.kept.dtype]
+    return [
+        *inner.lane,
+        f"const {kind} kept{depth} = from<{kind}>({value});",
+        f"{name}[{offset_text(group.kept, number)}] = kept{depth};",
+        f"{variable} = to_float(kept{depth});",
+    ]
+
+
+def _kept_at(body: _Body, group: Group) -> str:
+    """The argument to which a group's last result goes too; empty if it does not, or nobody reads it there."""
+    return body.outputs.get(place_of(group.kept), "") if group.kept is not None else ""
 
 
 def _picked_place(body: _Body, pick: Pick, number: str, name: str) -> tuple[list[str], list[str], str]:
@@ -401,28 +458,34 @@ def _all_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _read_parts(body: _Body, parts: Sequence[Part], view: View, index: int, width: int, bound: str) -> None:
-    """Append the statements that compute a thread's elements of a buffer that is not stored; all are in one part."""
-    kind = _element_kind(view)
+    """Append the statements that compute a thread's elements of a buffer that is not stored; all are in one part.
+
+    Copied parts are loaded by one statement, so that threads of different parts do not wait in turn.
+    """
+    kind, element = _element_kind(view), TYPES[view.dtype]
     begin = offset_text(view, "first") + (f" + {view.offset}u" if view.offset else "")
     leaves = [part for part in _all_parts(parts) if not _inner_parts(part)]
-    sources = [_copied_vectors(part, view.dtype, width) for part in leaves]
-    is_copied = all(source is not None for source in sources)
-    if is_copied:  # one load for all parts, so that threads of different parts do not wait in turn
-        declared, value = f"const {TYPES[view.dtype]} *start{index};", f"{_conversion(view)}(pack{index}.item[lane])"
-    else:
-        declared, value = f"{kind} of_parts{index}[{bound}];", f"of_parts{index}[lane]"
+    copied = [_copied_vectors(part, view.dtype, width) is not None for part in leaves]
+    values = f"of_parts{index}"
 
     def found(part: Part, row: str) -> list[str]:
-        source = _copied_vectors(part, view.dtype, width) if is_copied else None
+        source = _copied_vectors(part, view.dtype, width)
         if source is not None:
             return [f"start{index} = {body.inputs[source]} + {offset_text(source, row)};"]
-        return _part_of_vectors(body, part, kind, width, bound, value, row)
+        return _part_of_vectors(body, part, kind, width, bound, f"{values}[lane]", row)
 
-    body.before += [declared, "{", f"    const index_t at = {begin};", *_in_its_part(parts, "at", 0, found), "}"]
-    if is_copied:
-        pack = f"const Pack<{TYPES[view.dtype]}, {bound}> pack{index}"
-        body.before.append(f"{pack} = load_pack<{bound}>(start{index});")
-    body.lane.append(f"const {kind} x{index} = {value};")
+    declared = [f"{kind} {values}[{bound}];"] * (not all(copied))
+    if any(copied):
+        declared.append(f"const {element} *start{index}{'' if all(copied) else ' = nullptr'};")
+    body.before += [*declared, "{", f"    const index_t at = {begin};", *_in_its_part(parts, "at", 0, found), "}"]
+    load = f"const Pack<{element}, {bound}> pack{index} = load_pack<{bound}>(start{index});"
+    item = f"{_conversion(view)}(pack{index}.item[lane])"
+    if all(copied):
+        body.before.append(load)
+    elif any(copied):
+        lines = [load, *_for_each_lane([f"{values}[lane] = {item};"], bound)]
+        body.before += [f"if (start{index} != nullptr) {{", *(f"    {line}" for line in lines), "}"]
+    body.lane.append(f"const {kind} x{index} = {item if all(copied) else f'{values}[lane]'};")
     body.values[place_of(view)] = (f"x{index}", kind == "int")
 
 
@@ -476,7 +539,7 @@ def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str,
         target: The C expression of the place for the element of `lane`.
         row: The C variable of the row-major number of the first in the part's result.
     """
-    own = _Body(body.inputs, body.functions)
+    own = _Body(body.inputs, body.outputs, body.functions)
     if is_pick(part.group.calls[0]) or part.group.inlined:
         own.lane += [f"{kind} element;", *_element(body, part.group, "element", f"({row} + lane)", 0)]
         value = "element"
@@ -486,8 +549,15 @@ def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str,
         for each, call in enumerate(part.group.calls):
             _compute(own, call, each, rounds=False)
         value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
+    kept, name, after = part.group.kept, _kept_at(body, part.group), list[str]()
+    if kept is not None and name and value != "element":
+        element = TYPES[kept.dtype]
+        own.before.append(f"Pack<{element}, {bound}> kept;")
+        own.lane.append(f"kept.item[lane] = from<{element}>({value});")
+        after.append(f"store_pack<{bound}>({name} + {offset_text(kept, row)}, kept);")
+        value = "to_float(kept.item[lane])"
     own.lane.append(f"{target} = {value};")
-    return [*own.before, *_for_each_lane(own.lane, bound)]
+    return [*own.before, *_for_each_lane(own.lane, bound), *after]
 
 
 def _for_each_lane(lines: Sequence[str], bound: str) -> list[str]:
@@ -566,10 +636,10 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool, stem: str 
 
 def _write(body: _Body, view: View, index: int, width: int, bound: str) -> None:
     place = place_of(view)
-    value = f"from<{TYPES[view.dtype]}>({body.values[place][0]})"
+    value, target = f"from<{TYPES[view.dtype]}>({body.values[place][0]})", body.outputs[place]
     if _access(place, width) == "vector":
         body.before.append(f"Pack<{TYPES[view.dtype]}, {bound}> result{index};")
         body.lane.append(f"result{index}.item[lane] = {value};")
-        body.after.append(f"store_pack<{bound}>(out{index} + {offset_text(view, 'first')}, result{index});")
+        body.after.append(f"store_pack<{bound}>({target} + {offset_text(view, 'first')}, result{index});")
     else:
-        body.lane.append(f"out{index}[{offset_text(view, '(first + lane)')}] = {value};")
+        body.lane.append(f"{target}[{offset_text(view, '(first + lane)')}] = {value};")

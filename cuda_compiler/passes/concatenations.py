@@ -20,7 +20,7 @@ from npu_compiler.program.placement import Takes, are_apart, is_as_wide, is_copy
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
-_MOST_PIECES = 16  # that one kernel reads
+_MOST_PIECES = 48  # that one kernel reads
 
 
 def read_pieces(plan: ExecutionPlan, takes: Takes) -> tuple[ExecutionPlan, set[str]]:

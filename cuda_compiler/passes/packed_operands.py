@@ -42,7 +42,8 @@ class PackedOperands:
         Args:
             aligned: Whether channels must be accessible as aligned vectors.
         """
-        if view.shape[1] == channels and is_channels_last(view) and (not aligned or is_packed(view)):
+        each = view.slice(0, 0, 1)  # images may lie anywhere, as heads do whose channels are side by side
+        if view.shape[1] == channels and is_channels_last(each) and (not aligned or is_packed(view)):
             return view
         key = (view, channels)
         if key not in self._inputs:

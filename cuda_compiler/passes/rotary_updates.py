@@ -14,6 +14,7 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
+ROTARY_UPDATE = "rotary_update"
 # Rank of a cache, [images, heads, rows, width], or of a pool, [rows, heads, width] → its dimension of rows.
 _ROWS_OF = {4: 2, 3: 0}
 
@@ -125,4 +126,4 @@ def _join(
         bytes_moved=rope.bytes_moved + distinct_bytes(index) + 2 * distinct_bytes(source),
     )
     constants = {"first_key": stored.start, "starts_next": starts_next}
-    return rotary_kernel(make, call, "rotary_update", inputs, outputs, constants)
+    return rotary_kernel(make, call, ROTARY_UPDATE, inputs, outputs, constants)

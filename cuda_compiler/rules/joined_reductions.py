@@ -152,4 +152,5 @@ def _needed(group: Group, results: Sequence[View], variables: Collection[Place])
             del wanted[place_of(call.outputs[0])]
             wanted |= {place_of(view): view for view in call.inputs if place_of(view) not in variables}
             calls.append(call)
-    return Group(calls[::-1], list(wanted.values()), list(results), group.inlined)
+    loaded = {place_of(view): view for view in group.loads}  # by which the kernel's arguments are named
+    return Group(calls[::-1], [loaded.get(place, view) for place, view in wanted.items()], list(results), group.inlined)
