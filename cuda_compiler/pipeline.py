@@ -23,6 +23,7 @@ from cuda_compiler.passes.expert_products import join_expert_products
 from cuda_compiler.passes.few_elements import compute_where_read
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.merged_groups import merge_groups
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.packed_batches import pack_batches
@@ -69,6 +70,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("open_short_reductions", open_short_reductions),
         ("keep_scores_in_planes", keep_scores_in_planes),
         ("read_sources", read_sources),
+        ("merge_groups", merge_groups),
         ("widen_channels", widen_channels),
         ("lay_channels_last", lay_channels_last),
         ("read_images", read_sources),  # again: convolutions and pooling read images that lie channels-last

@@ -229,8 +229,6 @@ class _Relaid:
             return
         # Tensor cores take factors of one dtype, so a float32 weight, as folding batch normalization makes it, is
         # rounded; but not where the result is float32, nor in depthwise convolutions, which use no tensor cores.
-        if x.dtype in HALF_DTYPES and out.dtype == x.dtype:
-            call, weight = operands.merge_groups(call, weight)
         depthwise = _is_depthwise(call, weight)
         rounds = out.dtype == x.dtype and not depthwise
         dtype = x.dtype if rounds else weight.dtype

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cuda_compiler.rules.channel_packs import channels_last, is_packed, least_pack
-from cuda_compiler.rules.conv import merged_groups
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
@@ -83,35 +82,6 @@ class PackedOperands:
         weight = self.weight(weight, (channels, *window), dtype, call.node, fold=factor)
         plain = {"stride": [1, 1], "padding": [0, 0, 0, 0]}
         return replace(call, params={**call.params, **plain}), packed, weight
-
-    def merge_groups(self, call: KernelCall, weight: View) -> tuple[KernelCall, View]:
-        """Join groups of channels that are too odd for tensor cores, and return the call and its new weight.
-
-        Given:   x: [1, 12, 8, 8], weight: [48, 6, 3, 3], 2 groups
-        Result:  x: [1, 12, 8, 8], weight: [48, 12, 3, 3], 1 group; each output channel has zeros for the inputs of the
-        other group
-
-        Calls whose groups tensor cores take are returned as they are.
-        """
-        parts, (outputs, inner, *window) = call.params["groups"], weight.shape
-        joined = merged_groups(parts, inner, outputs // parts)
-        if joined == 1:
-            return call, weight
-        constant = self.is_constant(weight)
-        kind: BufferKind = "persistent" if constant else "arena"
-        merged = self.buffer(
-            f"{call.node}.joined", (outputs, joined * inner, *window), weight.dtype, kind, (0, 1, 2, 3)
-        )
-        zeros = KernelCall("fill_kernel", "", (), (merged,), {"value": 0.0, "int_value": 0}, call.node)
-        by_group = weight.reshape((parts // joined, joined, outputs // parts, inner, *window))
-        assert by_group is not None
-        step, across, *taps = merged.strides
-        own = outputs // parts * step
-        diagonal = replace(
-            merged, shape=by_group.shape, strides=(joined * own, own + inner * across, step, across, *taps)
-        )
-        (self.prologue if constant else self.calls).extend([zeros, copy(by_group, diagonal, call.node)])
-        return replace(call, params={**call.params, "groups": parts // joined}), merged
 
     def weight(
         self, weight: View, shape: Shape, dtype: str, node: str, order: tuple[int, ...] = IMAGES, fold: int = 1
