@@ -37,6 +37,7 @@ from cuda_compiler.passes.short_reductions import open_short_reductions
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.passes.weighted_sums import join_weighted_sums
 from cuda_compiler.passes.wide_channels import widen_channels
+from cuda_compiler.passes.wide_heads import widen_heads
 from cuda_compiler.passes.widened_keys import read_unwidened_keys
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.fused_rows import rows_with_groups
@@ -81,6 +82,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("write_in_place", write_in_place),
         ("join_routing", join_routing),
         ("join_weighted_sums", join_weighted_sums),
+        ("widen_heads", widen_heads),
         ("products_as_convolutions", partial(products_as_convolutions, has_warpgroups=gpu.has_warpgroups)),
         ("round_biases", round_biases),
         ("order_operands", order_operands),

@@ -37,6 +37,7 @@ _FEW = 16  # rows; fewer leave most of the GPU idle
 _SHORT = 8 * 1024  # elements of a row where rows are few
 _SIDE_BY_SIDE = 32  # bytes of a row that lie together, as memory reads them, unless there is little to read in all
 _LITTLE = 2**20  # bytes
+_LITTLE_READ = 2**22  # bytes, with those that are read beside them
 
 _Dims = list[tuple[int, int]]
 
@@ -69,10 +70,11 @@ def _is_joinable(group: Group) -> bool:
     if width > _LONGEST or (out.numel < _FEW and width > _SHORT):
         return False
     _, reduced = _rows_by(x.strides, call)
-    together = itemsize(x.dtype) * (reduced[-1][0] if reduced[-1][1] == 1 else 1)
-    return together >= min(_SIDE_BY_SIDE, width * itemsize(x.dtype)) or (
-        together > itemsize(x.dtype) and x.numel * itemsize(x.dtype) <= _LITTLE
-    )
+    together, whole = (itemsize(x.dtype) * count for count in (reduced[-1][0] if reduced[-1][1] == 1 else 1, x.numel))
+    if together >= min(_SIDE_BY_SIDE, width * itemsize(x.dtype)):
+        return True
+    little = whole <= _LITTLE or whole * _SIDE_BY_SIDE <= _LITTLE_READ * together
+    return together > itemsize(x.dtype) and little
 
 
 def _is_dense(view: View) -> bool:

@@ -45,6 +45,24 @@ def form_attention(plan: ExecutionPlan) -> ExecutionPlan:
     return replace(plan, calls=formed.calls, buffers=formed.buffers)
 
 
+def pads_heads(call: KernelCall) -> bool:
+    """Whether an attention is computed on tensor cores once its heads have zeros at the ends of their rows."""
+    q, k, v, *_ = KERNELS[_ATTENTION].bind(call)
+    assert q is not None and k is not None and v is not None
+    spare = q.shape[3] % PACK or v.shape[3] % PACK
+    return bool(spare) and _is_for_tensor_cores(q, k, v) and _is_narrow(q, v)
+
+
+def _is_for_tensor_cores(q: View, k: View, v: View) -> bool:
+    """Whether operands are 16-bit floats, and there are enough queries for each key."""
+    of_halves = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
+    return of_halves and k.numel > 0 and q.shape[2] * (q.shape[1] // k.shape[1]) >= _FEW_ROWS
+
+
+def _is_narrow(q: View, v: View) -> bool:
+    return max(q.shape[3], v.shape[3]) <= WIDEST_HEAD
+
+
 @dataclass
 class _Formed:
     """A plan under construction.
@@ -61,15 +79,13 @@ class _Formed:
         """Append the calls for an attention."""
         q, k, v, mask, sinks, out = KERNELS[_ATTENTION].bind(call)
         assert q is not None and k is not None and v is not None and out is not None
-        of_halves = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
         rows = q.shape[2] * (q.shape[1] // k.shape[1])
-        is_narrow = max(q.shape[3], v.shape[3]) <= WIDEST_HEAD
         is_product = mask is sinks is None and not call.params["causal"] and q.shape[1] == k.shape[1] and rows >= _LONG
-        if not of_halves or rows < _FEW_ROWS or k.numel == 0:
+        if not _is_for_tensor_cores(q, k, v):
             self.calls.append(call)
-        elif is_product and not is_narrow:
+        elif is_product and not _is_narrow(q, v):
             self._multiply(call, q, k, v, out)
-        elif is_narrow and not suits_tensor_cores(q, k, v):
+        elif _is_narrow(q, v) and not suits_tensor_cores(q, k, v):
             self._pad(call, q, k, v, [view for view in (mask, sinks) if view is not None], out)
         else:
             self._read_in_place(call, q, k, v)

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from cuda_compiler.op_classify import classify
 from cuda_compiler.passes.channels_last import takes_strides
+from cuda_compiler.passes.padded_constants import PaddedConstants
 from cuda_compiler.rules.channel_packs import PACK
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.elementwise import elementwise_kernel, elementwise_kernel_name
-from npu_compiler.program.kernels import KERNELS, Family, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
-from npu_compiler.program.views import Shape, View, contiguous_strides, numel
+from npu_compiler.program.views import View, numel
 
 _CONVOLUTION = "conv2d_kernel"
 # Element-wise ops whose results are finite where their operands are.
@@ -30,7 +31,6 @@ _FINITE = frozenset(
     "minimum mish mul neg prelu relu relu6 rsub scale_shift selu sigmoid silu softplus square sub tanh".split()
 )
 _MOST_GROWTH = 1.5  # factor by which an image of several pixels may grow
-_PADS = 12  # numbers that say how a tensor is padded: two for each of its last six dimensions, from the last one on
 
 Images = Mapping[str, BufferAllocation]
 
@@ -44,9 +44,9 @@ def widen_channels(plan: ExecutionPlan) -> ExecutionPlan:
     calls = [widened.call(call) for call in plan.calls]
     return replace(
         plan,
-        prologue=[*plan.prologue, *widened.prologue],
+        prologue=[*plan.prologue, *widened.constants.prologue],
         calls=calls,
-        buffers={**plan.buffers, **widened.buffers},
+        buffers={**plan.buffers, **widened.constants.buffers},
     )
 
 
@@ -196,20 +196,17 @@ class _Widened:
     Attributes:
         plan: The plan before.
         wide: The images that become wider, as they were.
-        buffers: These images with more channels, and the padded constants.
-        prologue: The calls that pad constants.
+        constants: The padded constants; its buffers are these and the images with more channels.
     """
 
     plan: ExecutionPlan
     wide: Images
-    buffers: dict[str, BufferAllocation] = field(default_factory=dict)
-    prologue: list[KernelCall] = field(default_factory=list)
-    _padded: dict[tuple[View, Shape], View] = field(default_factory=dict)
+    constants: PaddedConstants = field(default_factory=PaddedConstants)
 
     def __post_init__(self) -> None:
         for name, buffer in self.wide.items():
             images, channels, *pixels = buffer.alloc_shape
-            self.buffers[name] = replace(buffer, alloc_shape=(images, channels + _spare(buffer), *pixels))
+            self.constants.buffers[name] = replace(buffer, alloc_shape=(images, channels + _spare(buffer), *pixels))
 
     def call(self, call: KernelCall) -> KernelCall:
         """The call over the images as they are now."""
@@ -240,14 +237,14 @@ class _Widened:
             view = self._restrided(view)
         elif more and view.strides[dim]:
             channels = replace(view, shape=(view.shape[dim],), strides=(view.strides[dim],))
-            padded = self._constant(channels, (more,))
+            padded = self.constants.padded(channels, (more,))
             strides = tuple(padded.strides[0] * (at == dim) for at in range(view.rank))
             view = replace(view, buffer=padded.buffer, strides=strides, offset=0)
         return replace(view, shape=tuple(size + more * (at == dim) for at, size in enumerate(view.shape)))
 
     def _restrided(self, view: View) -> View:
         """A view of the same elements of a wide image as it is now."""
-        images = self.wide[view.buffer].alloc_shape[1:], self.buffers[view.buffer].alloc_shape[1:]
+        images = self.wide[view.buffer].alloc_shape[1:], self.constants.buffers[view.buffer].alloc_shape[1:]
         before, now = map(numel, images)
         strides = tuple(step // before * now if step % before == 0 else step for step in view.strides)
         return replace(view, strides=strides, offset=view.offset // before * now + view.offset % before)
@@ -258,28 +255,14 @@ class _Widened:
         depthwise = _is_depthwise(call)
         spare = _spare(self.wide[x.buffer]) if _is_whole(x, self.wide) and call.params["groups"] == 1 else 0
         if more or spare:
-            weight = self._constant(weight, (more, spare, 0, 0))
+            weight = self.constants.padded(weight, (more, spare, 0, 0))
         if more and bias is not None:
-            bias = self._constant(bias, (more,))
+            bias = self.constants.padded(bias, (more,))
         x = self._view(x, 1, more if depthwise else spare)
         residual = None if residual is None else self._view(residual, 1, more)
         inputs = tuple(view for view in (x, weight, bias, residual) if view is not None)
         params = {**call.params, "groups": call.params["groups"] + more} if depthwise else call.params
         return replace(call, inputs=inputs, outputs=(self._view(out, 1, more),), params=params)
-
-    def _constant(self, view: View, more: Shape) -> View:
-        """A constant with so many zeros behind each dimension, in a new buffer that the prologue fills."""
-        if (view, more) not in self._padded:
-            name = f"{view.buffer}.padded{len(self.buffers)}"
-            shape = tuple(size + extra for size, extra in zip(view.shape, more, strict=True))
-            padded = View(name, shape, contiguous_strides(shape), 0, view.dtype)
-            self.buffers[name] = BufferAllocation(name, "persistent", shape, view.dtype)
-            pads = [each for extra in reversed(more) for each in (0, extra)]
-            params = {"mode": "constant", "pads": pads + [0] * (_PADS - len(pads)), "value": 0.0, "int_value": 0}
-            moved = distinct_bytes(view) + distinct_bytes(padded)
-            self.prologue.append(KernelCall("pad_kernel", "", (view,), (padded,), params, name, 0, moved))
-            self._padded[view, more] = padded
-        return self._padded[view, more]
 
 
 __all__ = ["widen_channels"]
