@@ -529,6 +529,8 @@ def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:
     calls, reads = part.group.calls, part.group.reads
     if len(calls) != 1 or not is_copy(calls[0]) or part.group.inlined or reads[0].dtype != dtype:
         return None
+    if part.group.kept is not None:
+        return None
     return reads[0] if _access(place_of(reads[0]), width) == "vector" else None
 
 
@@ -554,8 +556,11 @@ def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str,
         element = TYPES[kept.dtype]
         own.before.append(f"Pack<{element}, {bound}> kept;")
         own.lane.append(f"kept.item[lane] = from<{element}>({value});")
-        after.append(f"store_pack<{bound}>({name} + {offset_text(kept, row)}, kept);")
         value = "to_float(kept.item[lane])"
+        if _access(place_of(kept), width) == "vector":
+            after.append(f"store_pack<{bound}>({name} + {offset_text(kept, row)}, kept);")
+        else:
+            own.lane.append(f"{name}[{offset_text(kept, f'({row} + lane)')}] = kept.item[lane];")
     own.lane.append(f"{target} = {value};")
     return [*own.before, *_for_each_lane(own.lane, bound), *after]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_on_cpu import run_on_cpu
+from cuda_on_cpu import EmulatedBackend, run_on_cpu
 from drawn import drawn
 from ir_builder import IRBuilder, Tensor
 from random_concatenations import RandomConcatenations
@@ -16,9 +16,10 @@ from random_rows import RandomRows
 from torch import nn
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.elementwise import kernel_source
 from npu_compiler.compiled_program import CompiledProgram
+from npu_runtime import DAGExecutor
 from npu_sim.extract import extract_ir
 
 RNG = np.random.default_rng(0)
@@ -149,7 +150,29 @@ def test_a_concatenation_of_values_that_are_stored_anyway_is_not_stored(joins: b
     kernels = [call.kernel for call in program.plan.calls]
     assert sum("scale_shift_relu" in kernel for kernel in kernels) == depth
     assert "add_kernel" not in kernels, "a sum is computed where it is first read, and stored there for the next one"
-    assert kernels.count("copy_kernel") <= (0 if joins else depth), "new channels go behind those before, if anywhere"
+    assert "copy_kernel" not in kernels, "new channels are stored behind those before by what reads them first"
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("widths", [(16, 8), (5, 3)])
+def test_dual_paths_have_pytorchs_results(
+    widths: tuple[int, int], joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_source, "_ENOUGH_THREADS", 1)  # vectors however small a tensor is
+    torch.manual_seed(0)
+    module = DualPath(*widths, 3, joins).eval()
+    x = torch.randn(2, sum(widths), 5, 4)
+    target = CUDACodegenTarget(GPU(capability=80))
+    with torch.no_grad():
+        plan, expected = (
+            npu_compiler.partition(extract_ir(module, (x,)), target=target, compute_dtype="float16"),
+            module(x),
+        )
+    dag = DAGExecutor(plan, EmulatedBackend(tmp_path, target))
+    dag.load_weights(module.state_dict())
+    (name,) = [each["name"] for each in extract_ir(module, (x,))["graph_inputs"]]
+    (result,) = dag.execute({name: x.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(result).float(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -173,7 +196,8 @@ def test_a_sum_that_is_first_read_as_a_part_is_stored_for_others(
     whole = (x + y).to(kind).float()  # as it is stored
     expected = [torch.cat([whole, z, y], 1).exp(), z @ whole.T]
     for result, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(result.float(), reference.to(kind).float())
+        near = {} if kind == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+        torch.testing.assert_close(result.float(), reference.to(kind).float(), **near)
 
 
 class Overwritten(nn.Module):
