@@ -19,7 +19,7 @@ from npu_sim.extract import extract_ir
 
 
 def results(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path, dtype: str = "float32") -> list[Tensor]:
-    """What the CUDA target's kernels make of a module, run on the CPU."""
+    """Return the outputs of a module, by the CUDA target's kernels as the CPU runs them."""
     with torch.no_grad():
         ir = extract_ir(module, inputs)
     target = CUDACodegenTarget()
