@@ -529,7 +529,7 @@ def _copied_vectors(part: Part, dtype: str, width: int) -> View | None:
     calls, reads = part.group.calls, part.group.reads
     if len(calls) != 1 or not is_copy(calls[0]) or part.group.inlined or reads[0].dtype != dtype:
         return None
-    if part.group.kept is not None:
+    if part.group.kept is not None:  # which needs the elements, to store them
         return None
     return reads[0] if _access(place_of(reads[0]), width) == "vector" else None
 
@@ -543,16 +543,15 @@ def _part_of_vectors(body: _Body, part: Part, kind: str, width: int, bound: str,
     """
     own = _Body(body.inputs, body.outputs, body.functions)
     if is_pick(part.group.calls[0]) or part.group.inlined:
-        own.lane += [f"{kind} element;", *_element(body, part.group, "element", f"({row} + lane)", 0)]
-        value = "element"
-    else:
-        for each, read in enumerate(part.group.reads):
-            _read(own, read, each, width, bound, row)
-        for each, call in enumerate(part.group.calls):
-            _compute(own, call, each, rounds=False)
-        value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
+        single = _element(body, part.group, "element", f"({row} + lane)", 0)
+        return _for_each_lane([f"{kind} element;", *single, f"{target} = element;"], bound)
+    for each, read in enumerate(part.group.reads):
+        _read(own, read, each, width, bound, row)
+    for each, call in enumerate(part.group.calls):
+        _compute(own, call, each, rounds=False)
+    value = own.values[place_of(part.group.calls[-1].outputs[0])][0]
     kept, name, after = part.group.kept, _kept_at(body, part.group), list[str]()
-    if kept is not None and name and value != "element":
+    if kept is not None and name:
         element = TYPES[kept.dtype]
         own.before.append(f"Pack<{element}, {bound}> kept;")
         own.lane.append(f"kept.item[lane] = from<{element}>({value});")
