@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_convolutions import CASES, SAME, nhwc
+from cuda_convolutions import CASES, SAME, heads, nhwc
 from cuda_gpu import PROBLEM, cuda_backends
 from cuda_on_cpu import run_on_cpu
 from cuda_reference import LaidOut, ReferenceBackend
@@ -130,6 +130,8 @@ SMALL = [
     transposed("uneven-groups", (1, 16, 5, 4), (16, 8, 3, 3), stride=(3, 1), padding=(0, 1), groups=2),
     transposed("dilated", (1, 8, 7, 8), (8, 8, 3, 3), padding=(1, 3), dilation=(2, 3)),
     transposed("depthwise", (1, 8, 5, 4), (8, 1, 4, 4), stride=(2, 2), padding=(1, 1), groups=8, bias="float32"),
+    conv("heads", heads(3, 16, 5, 4), (24, 16, 3, 3), padding=(1, 1, 1, 1), residual="compute"),
+    conv("heads-depthwise", heads(3, 16, 9, 8), (16, 1, 3, 3), groups=16, padding=(1, 1, 1, 1), stride=(2, 2)),
     conv("odd-groups", T((2, 9, 5, 4)), (15, 3, 3, 3), groups=3, padding=(1, 1, 1, 1), residual="compute"),
     conv("one-channel", T((3, 1, 1, 40)), (1, 1, 1, 5), padding=(0, 0, 2, 2), bias="float32"),
     conv("odd-depthwise", T((1, 13, 5, 6)), (13, 1, 3, 3), groups=13, bias="float32", activation="relu"),
@@ -161,6 +163,7 @@ FEW_CHANNELS = [
     conv("strided", nhwc(2, 32, 21, 20), (48, 32, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1), bias="compute"),
     conv("many-images", nhwc(1100, 8, 3, 2), (8, 8, 3, 3), **SAME, bias="float32"),
     conv("dilated", nhwc(2, 40, 12, 13), (16, 40, 3, 2), dilation=(2, 3), padding=(1, 2, 0, 3)),
+    conv("heads", heads(3, 24, 9, 10), (48, 24, 3, 3), **SAME, bias="compute", activation="relu"),
     conv("groups-of-four", nhwc(2, 64, 12, 13), (64, 4, 3, 3), groups=16, **SAME, bias="float32"),
     conv("groups-of-twelve", nhwc(2, 48, 12, 13), (96, 12, 5, 2), groups=4, bias="compute", activation="gelu"),
     conv("groups-of-sixteen", nhwc(2, 64, 12, 13), (64, 16, 3, 3), groups=4, **SAME, residual="compute"),

@@ -12,6 +12,12 @@ def nhwc(*shape: int, dtype: str = "compute") -> T:
     return T(shape, dtype, (c * h * w, 1, w * c, c))
 
 
+def heads(*shape: int) -> T:
+    """[N, C, H, W] with the channels of all images side by side, pixel by pixel, as the heads of tokens lie."""
+    n, c, _, w = shape
+    return T(shape, "compute", (c, 1, w * n * c, n * c))
+
+
 SAME = {"padding": (1, 1, 1, 1)}
 CASES = [
     conv("pointwise", nhwc(1, 64, 9, 7), (40, 64, 1, 1), bias="float32", activation="relu"),
@@ -114,6 +120,10 @@ CASES = [
         out_dtype="float32",
         activation="relu",
     ),
+    conv("heads", heads(3, 64, 13, 11), (40, 64, 1, 1), bias="float32", residual="compute"),
+    conv("heads-three-by-three", heads(2, 24, 9, 10), (48, 24, 3, 3), **SAME, bias="compute", activation="relu"),
+    conv("heads-depthwise", heads(3, 48, 12, 11), (48, 1, 3, 3), groups=48, stride=(2, 2), **SAME),
+    conv("heads-grouped", heads(2, 64, 12, 13), (64, 16, 3, 3), groups=4, **SAME, bias="float32"),
     transposed("transposed", (2, 64, 7, 9), (64, 40, 4, 4), stride=(2, 2), padding=(1, 1), bias="float32"),
     transposed("transposed-patches", (1, 48, 6, 5), (48, 16, 3, 2), stride=(3, 2), bias="compute"),
     transposed(
