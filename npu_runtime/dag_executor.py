@@ -308,5 +308,5 @@ _NEAR = 2**20  # what arithmetic may have added since
 def _is_infinite(array: np.ndarray, sign: int) -> np.ndarray:
     """A mask of the integers that come from an infinity of that sign: those near a limit of int32 or int64."""
     wide = array.astype(np.float64) * sign
-    result: np.ndarray = (wide > 2.0**62) | (wide >= INT32_MAX - _NEAR) & (wide <= INT32_MAX + _NEAR)
+    result: np.ndarray = (wide >= 2.0**63 - _NEAR) | (wide >= INT32_MAX - _NEAR) & (wide <= INT32_MAX + _NEAR)
     return result
