@@ -569,8 +569,7 @@ def _address(operand: Operand) -> int:
 def _extent(operand: Operand) -> range:
     """The addresses from an operand's first element to its last."""
     view, first = operand.view, _address(operand)
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) if view.numel else -1
-    return range(first, first + (last + 1) * itemsize(view.dtype))
+    return range(first, first + (view.span + 1) * itemsize(view.dtype) if view.numel else first)
 
 
 CudaBackend, CudaBuffer = CUDABackend, CUDABuffer

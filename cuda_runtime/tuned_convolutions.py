@@ -247,5 +247,4 @@ class _Scratch:
 
 
 def _aligned_bytes(view: View) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
-    return -(-(last + 1) * itemsize(view.dtype) // _ALIGNMENT) * _ALIGNMENT
+    return -(-(view.span + 1) * itemsize(view.dtype) // _ALIGNMENT) * _ALIGNMENT

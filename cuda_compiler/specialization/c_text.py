@@ -53,8 +53,7 @@ def index_type(views: list[View]) -> str:
 
 
 def _extent(view: View) -> int:
-    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
-    return max(span, view.numel)
+    return max(view.span, view.numel)
 
 
 def offset_text(view: View, index: str) -> str:

@@ -34,6 +34,11 @@ class View:
         return numel(self.shape)
 
     @property
+    def span(self) -> int:
+        """Distance from the first element to the last, in elements; of an empty view, along its other dimensions."""
+        return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True) if size)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the view is row-major without gaps; strides of dimensions of size 1 do not matter."""
         return is_contiguous(self.shape, self.strides)

@@ -110,11 +110,10 @@ def _type(view: View | None, half: str | None) -> int:
 def _check_addressable(view: View, call: KernelCall) -> None:
     if view.dtype not in _TYPES:
         raise DeviceError(f"kernel '{call.kernel}' (node '{call.node}'): Metal kernels do not read {view.dtype}")
-    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
-    if span >= _MAX_ELEMENTS:
+    if view.span >= _MAX_ELEMENTS:
         raise DeviceError(
-            f"kernel '{call.kernel}' (node '{call.node}'): an operand of shape {list(view.shape)} spans {span + 1} "
-            f"elements; Metal kernels address {_MAX_ELEMENTS}"
+            f"kernel '{call.kernel}' (node '{call.node}'): an operand of shape {list(view.shape)} spans "
+            f"{view.span + 1} elements; Metal kernels address {_MAX_ELEMENTS}"
         )
 
 
