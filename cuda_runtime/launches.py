@@ -26,8 +26,7 @@ class CUDALaunch:
         branches: 1 if the launch starts work on the second stream that later launches do not wait for, -1 if it waits
             for that work, else 0.
         written: Address ranges that it writes, in bytes.
-        early: Address ranges that it may read before the launches before it have ended; no guard for any of them is
-            in the kernel.
+        early: Address ranges that it may read while the launches before it still run: it does not wait for them itself.
     """
 
     def __init__(

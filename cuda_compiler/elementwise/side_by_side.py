@@ -44,11 +44,7 @@ def _partner(left: Sequence[Group | None], index: int) -> tuple[int, bool, Group
         if other is None:
             continue
         apart = not _depend(other, group)
-        if (
-            apart
-            and (other.beside or _may_join(other))
-            and (may_move_up or not any(_depend(other, x) for x in between))
-        ):
+        if apart and (may_move_up or not any(_depend(other, each) for each in between)):
             joined = _together(other, group)
             if joined is not None:
                 return at, may_move_up, joined

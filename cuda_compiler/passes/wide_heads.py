@@ -9,6 +9,7 @@ Elsewhere heads are copied (`attention_operands.py`), which takes a kernel for e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cuda_compiler.passes.attention_operands import pads_heads
@@ -53,7 +54,7 @@ class _Growth:
         return replace(view, shape=(*view.shape[:3], self.new), strides=strides, offset=self.of(view.offset))
 
     def rows(self, view: View) -> View:
-        """A matrix of whole buffer whose rows are heads, after they have grown."""
+        """The matrix of a whole buffer, each row of which is heads side by side, after they have grown."""
         shape = (view.shape[0], self.of(view.shape[1]))
         return replace(view, shape=shape, strides=contiguous_strides(shape))
 
@@ -94,32 +95,32 @@ class _Wide:
 
     def _maker(self, name: str, index: int, growth: _Growth) -> int | None:
         """The number of the product that makes a buffer for the attention `index` alone; None if there is none."""
-        writers = self._writers.get(name, set())
-        if self._readers[name] != {index} or len(writers) != 1 or not self._may_grow(name, growth):
+        at = self._product(name, self._writers, growth) if self._readers[name] == {index} else None
+        if at is None or self.calls[at].params["has_residual"] or self.calls[at].params["activation"] != "none":
             return None
-        (at,) = writers
         call = self.calls[at]
-        if call.kernel != _PRODUCT or call.params["has_residual"] or call.params["activation"] != "none":
-            return None
         constant = all(self._is_constant(view) for view in call.inputs[1:])
         return at if constant and self._is_whole(call.outputs[0]) and call.params["n"] % growth.old == 0 else None
 
     def _reader(self, name: str, index: int, growth: _Growth) -> int | None:
         """The number of the product that alone reads what the attention `index` makes; None if there is none."""
-        readers = self._readers.get(name, set())
-        if self._writers[name] != {index} or len(readers) != 1 or not self._may_grow(name, growth):
+        at = self._product(name, self._readers, growth) if self._writers[name] == {index} else None
+        if at is None or [view.buffer for view in self.calls[at].inputs].count(name) != 1:
             return None
-        (at,) = readers
         call = self.calls[at]
-        if call.kernel != _PRODUCT or [view.buffer for view in call.inputs].count(name) != 1:
-            return None
         x, weight = call.inputs[:2]
         fits = x.buffer == name and self._is_whole(x) and call.params["k"] % growth.old == 0
         return at if fits and self._is_constant(weight) else None
 
-    def _may_grow(self, name: str, growth: _Growth) -> bool:
-        buffer = self.constants.buffers[name]
-        return buffer.kind == "arena" and name not in self._kept and buffer.alloc_shape[-1] % growth.old == 0
+    def _product(self, name: str, touching: Mapping[str, set[int]], growth: _Growth) -> int | None:
+        """The number of the product that alone reads, or writes, a buffer which may grow; None if there is none.
+
+        Args:
+            touching: The calls that read each buffer, or those that write it.
+        """
+        buffer, found = self.constants.buffers[name], touching.get(name, set())
+        may_grow = buffer.kind == "arena" and name not in self._kept and buffer.alloc_shape[-1] % growth.old == 0
+        return next((at for at in found if may_grow and len(found) == 1 and self.calls[at].kernel == _PRODUCT), None)
 
     def _is_constant(self, view: View) -> bool:
         return self.constants.buffers[view.buffer].is_constant and view.is_contiguous

@@ -67,7 +67,7 @@ struct Variance {
         const float both = number + other.number, distance = other.mean - mean;
         const float share = __fdividef(other.number, fmaxf(both, 1.0f));
         mean = fmaf(distance, share, mean);
-        squares += fmaf(distance * distance * number, share, other.squares);
+        squares += fmaf(distance * distance, number * share, other.squares);
         number = both;
     }
     __device__ __forceinline__ float result() const { return squares / fmaxf(float(Of::count) - Of::correction, 0.0f); }
