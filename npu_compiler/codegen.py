@@ -46,6 +46,8 @@ def generate_execution_plan(
     donations = ctx.donations
     output_views = _own_outputs(ctx, donations)
     output_buffers = {view.buffer for view in output_views.values()} - set(donations.values())
+    read_later = {view.buffer for view in output_views.values()}.union(graph.inputs, graph.weights, graph.constants)
+    ctx.calls = _without_unread(ctx.calls, read_later)
     prologue, calls = _hoist_constant_calls(ctx, graph, output_buffers)
     prologue_buffers = {view.buffer for call in prologue for view in call.outputs}
     buffers: dict[str, BufferAllocation] = {}
@@ -103,6 +105,20 @@ def lower_graph(graph: IRGraph, target: CodegenTarget) -> Lowering:
         with well_formed(node):
             op.lower(ctx, node)
     return ctx
+
+
+def _without_unread(calls: list[KernelCall], read_later: set[str]) -> list[KernelCall]:
+    """Return the calls without those whose results nobody reads, such as the positions of maxima beside their values.
+
+    Args:
+        read_later: The buffers that may be read after the last call.
+    """
+    kept, live = [], set(read_later)
+    for call in reversed(calls):
+        if not call.outputs or any(view.buffer in live for view in call.outputs):
+            kept.append(call)
+            live.update(view.buffer for view in call.inputs)
+    return kept[::-1]
 
 
 def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSpec:

@@ -16,6 +16,7 @@ from npu_compiler.errors import ConstraintError, InputError, IRError, ProgramFor
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.convolution_sums import sum_convolutions
+from npu_compiler.fusions.einsums import lower_einsums
 from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.quantized_caches import quantize_caches
 from npu_compiler.graph.model import IRGraph
@@ -82,6 +83,7 @@ def default_stages(graph: IRGraph, target: CodegenTarget, options: CompileOption
         ("bound_integers", bound_integers),
         ("eliminate_common_subexpressions", eliminate_common_subexpressions),
         ("lower_outer_products", lower_outer_products),
+        ("lower_einsums", lower_einsums),
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),

@@ -6,8 +6,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from npu_compiler.errors import NPUError
-from npu_compiler.fusions.activations import ADD_RELU, CLAMPED_GATE, GATED_ACTIVATION, GELU, GELU_TANH, SILU
-from npu_compiler.fusions.attention import ATTENTION, MASKED_SOFTMAX, share_kv_heads
+from npu_compiler.fusions.activations import (
+    ADD_RELU,
+    CLAMPED_GATE,
+    GATED_ACTIVATION,
+    GELU,
+    GELU_TANH,
+    QUICK_GELU,
+    SILU,
+)
+from npu_compiler.fusions.attention import ATTENTION, MASKED_SOFTMAX, absorb_scales, share_kv_heads
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import CONV_EPILOGUE
 from npu_compiler.fusions.engine import Fusion, apply_fusion
@@ -35,12 +43,14 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "layer_norm": LAYER_NORM,
     "rms_norm": RMS_NORM,
     "attention": ATTENTION,
+    "attention_scales": absorb_scales,
     "share_kv_heads": share_kv_heads,
     "rope": ROPE,
     "rope_by_halves": ROPE_BY_HALVES,
     "masked_softmax": MASKED_SOFTMAX,
     "clamped_gate": CLAMPED_GATE,
     "gated_activation": GATED_ACTIVATION,
+    "quick_gelu": QUICK_GELU,
     "conv_epilogue": CONV_EPILOGUE,
     "shared_input_linears": fuse_shared_input_linears,
     "linear_activation": LINEAR_ACTIVATION,

@@ -1,7 +1,9 @@
 """Models of vision, language and diffusion in float16 on the CUDA device, against `torch.compile`.
 
     python -m benchmarks.cuda.models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
-    python -m benchmarks.cuda.models --draw SEED [--count 40] [--batches 1,16] …   models of timm drawn at random
+    python -m benchmarks.cuda.models --draw SEED [--library transformers] [--count 40] [--batches 1,16] …
+
+The second form measures models drawn at random.
 
 Programs and peers are compiled in several processes at a time, which share the GPUs. When all of these are ready, each
 in turn has its GPU for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
@@ -29,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import npu_compiler
+from benchmarks.cuda.draws import LIBRARIES, drawn, entry_of
 from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
-from benchmarks.cuda.zoo import ENTRIES, drawn, entry_of, seeded
+from benchmarks.cuda.zoo import ENTRIES, seeded
 from benchmarks.peers import compiled
 from cuda_runtime import CUDABackend
 from npu_runtime import Executor, NPUBuffer, load_weights
@@ -200,7 +203,8 @@ def main() -> int:
     parser.add_argument(
         "--only", default=",".join(ENTRIES), help="comma-separated models, as vit or vit:16 (default: %(default)s)"
     )
-    parser.add_argument("--draw", type=int, metavar="SEED", help="measure models of timm drawn at random instead")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="measure models drawn at random instead")
+    parser.add_argument("--library", choices=LIBRARIES, default="timm", help="where to draw (default: %(default)s)")
     parser.add_argument("--count", type=int, default=40, help="models to draw (default: %(default)s)")
     parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
     parser.add_argument("--peers", default="", help=f"modes of torch.compile, of {', '.join(PEERS)} (default: none)")
@@ -214,7 +218,9 @@ def main() -> int:
     default = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", default).split(",")
     peers = tuple(filter(None, arguments.peers.split(",")))
-    names = arguments.only.split(",") if arguments.draw is None else drawn(arguments.draw, arguments.count)
+    names = arguments.only.split(",")
+    if arguments.draw is not None:
+        names = drawn(arguments.library, arguments.draw, arguments.count)
     rows = [
         (name, entry_of(name).many if batch == "many" else int(batch))
         for name, _, own in (name.partition(":") for name in names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IMAGE = (3, 224, 224)
-TOKENS = 30000  # ids are drawn below this
+TOKENS = 30000  # smaller than the vocabularies of the models below
 
 
 @dataclass(frozen=True)
@@ -24,20 +23,20 @@ class Entry:
         make: Creates the module, with random weights in float32.
         shapes: Shape of one element of the batch, for each input.
         many: The larger of the two batch sizes.
-        integers: Whether the inputs are token ids.
+        vocabulary: Number of token ids that the inputs are drawn from; 0 where they are float32.
     """
 
     title: str
     make: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...]
     many: int = 32
-    integers: bool = False
+    vocabulary: int = 0
 
     def inputs(self, batch: int, seed: int, device: str = "cpu") -> list[Tensor]:
         """Return random inputs: float32 from a normal distribution, or int64 token ids."""
         generator = torch.Generator().manual_seed(seed)
-        if self.integers:
-            tensors = [torch.randint(TOKENS, (batch, *shape), generator=generator) for shape in self.shapes]
+        if self.vocabulary:
+            tensors = [torch.randint(self.vocabulary, (batch, *shape), generator=generator) for shape in self.shapes]
         else:
             tensors = [torch.randn(batch, *shape, generator=generator) for shape in self.shapes]
         return [each.to(device) for each in tensors]
@@ -48,15 +47,15 @@ class Only(nn.Module):
 
     Args:
         output: The field of the result to return.
-        argument: The keyword that the input is passed as.
+        arguments: The keywords that the input is passed as.
     """
 
-    def __init__(self, model: nn.Module, output: str, argument: str, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, output: str, *arguments: str, **settings: Any) -> None:
         super().__init__()
-        self.model, self.output, self.argument, self.settings = model, output, argument, settings
+        self.model, self.output, self.arguments, self.settings = model, output, arguments, settings
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = getattr(self.model(**{self.argument: x}, **self.settings), self.output)
+        result: Tensor = self.model(**dict.fromkeys(self.arguments, x), **self.settings)[self.output]
         return result
 
 
@@ -180,7 +179,9 @@ def _whisper() -> nn.Module:
     return Only(WhisperEncoder(config), "last_hidden_state", "input_features")
 
 
-def _timm(name: str) -> Callable[[], nn.Module]:
+def timm_model(name: str) -> Callable[[], nn.Module]:
+    """Return a function that creates a model of timm."""
+
     def make() -> nn.Module:
         import timm
 
@@ -215,8 +216,8 @@ ENTRIES = {
     "mobilenet": Entry(
         "MobileNetV2", _transformers("MobileNetV2ForImageClassification", "MobileNetV2Config", **_IMAGES), (IMAGE,)
     ),
-    "resnext": Entry("ResNeXt-50, 32 groups of 4 and more", _timm("resnext50_32x4d"), (IMAGE,), 16),
-    "regnety": Entry("RegNetY-16GF, groups of 112", _timm("regnety_160"), (IMAGE,), 16),
+    "resnext": Entry("ResNeXt-50, 32 groups of 4 and more", timm_model("resnext50_32x4d"), (IMAGE,), 16),
+    "regnety": Entry("RegNetY-16GF, groups of 112", timm_model("regnety_160"), (IMAGE,), 16),
     "swin": Entry("Swin-T", _transformers("SwinForImageClassification", "SwinConfig", **_IMAGES), (IMAGE,)),
     "segformer": Entry(
         "SegFormer-B0, 512 × 512",
@@ -228,7 +229,7 @@ ENTRIES = {
     "unet": Entry("UNet block, 8 heads of 40", lambda: UNetBlock(320, 8), _UNET, 16),
     "unet64": Entry("UNet block, 5 heads of 64", lambda: UNetBlock(320, 5), _UNET, 16),
     "bert": Entry(
-        "BERT-base, 128 tokens", _transformers("BertModel", "BertConfig", **_HIDDEN), ((128,),), 16, integers=True
+        "BERT-base, 128 tokens", _transformers("BertModel", "BertConfig", **_HIDDEN), ((128,),), 16, vocabulary=TOKENS
     ),
     "t5": Entry(
         "T5-base encoder, 128 tokens",
@@ -237,11 +238,11 @@ ENTRIES = {
         ),
         ((128,),),
         16,
-        integers=True,
+        vocabulary=TOKENS,
     ),
-    "gpt2": Entry("GPT-2 prefill, 512 tokens", _gpt2, ((512,),), 16, integers=True),
+    "gpt2": Entry("GPT-2 prefill, 512 tokens", _gpt2, ((512,),), 16, vocabulary=TOKENS),
     "whisper": Entry("Whisper-small encoder, 30 s", _whisper, ((80, 3000),), 16),
-    "eva02": Entry("EVA02-S/14", _timm("eva02_small_patch14_224"), (IMAGE,), 16),
+    "eva02": Entry("EVA02-S/14", timm_model("eva02_small_patch14_224"), (IMAGE,), 16),
     "deberta": Entry(
         "DeBERTa-v2-base, 128 tokens",
         _transformers(
@@ -261,7 +262,7 @@ ENTRIES = {
         ),
         ((128,),),
         16,
-        integers=True,
+        vocabulary=TOKENS,
     ),
     "lstm": Entry("LSTM, 2 layers, both directions, 128 steps", BidirectionalLSTM, ((128, 512),), 8),
     "dit": Entry("DiT-XL, 4 blocks, 16 heads of 72", DiffusionBlocks, ((256, 1152), (1152,)), 2),
@@ -280,7 +281,7 @@ ENTRIES = {
         (IMAGE,),
         8,
     ),
-    "deit3": Entry("DeiT3-B/16", _timm("deit3_base_patch16_224"), (IMAGE,)),
+    "deit3": Entry("DeiT3-B/16", timm_model("deit3_base_patch16_224"), (IMAGE,)),
     "dinov2": Entry(
         "DINOv2-B/14", _transformers("Dinov2Model", "Dinov2Config", **_PIXELS, image_size=224), (IMAGE,), 16
     ),
@@ -295,54 +296,18 @@ ENTRIES = {
         _transformers("ModernBertModel", "ModernBertConfig", **_HIDDEN),
         ((512,),),
         16,
-        True,
+        TOKENS,
     ),
     "roberta": Entry(
         "RoBERTa-base, 128 tokens",
         _transformers("RobertaModel", "RobertaConfig", **_HIDDEN, max_position_embeddings=514),
         ((128,),),
-        integers=True,
+        vocabulary=TOKENS,
     ),
-    "densenet": Entry("DenseNet-121", _timm("densenet121"), (IMAGE,), 16),
-    "efficientnetv2": Entry("EfficientNetV2-S", _timm("efficientnetv2_rw_s"), (IMAGE,), 16),
-    "mobilenetv4": Entry("MobileNetV4-M", _timm("mobilenetv4_conv_medium"), (IMAGE,), 16),
+    "densenet": Entry("DenseNet-121", timm_model("densenet121"), (IMAGE,), 16),
+    "efficientnetv2": Entry("EfficientNetV2-S", timm_model("efficientnetv2_rw_s"), (IMAGE,), 16),
+    "mobilenetv4": Entry("MobileNetV4-M", timm_model("mobilenetv4_conv_medium"), (IMAGE,), 16),
 }
-
-
-def entry_of(name: str) -> Entry:
-    """Return the entry of this name, or one for a model of timm with 16 images of the size that it is made for."""
-    if name in ENTRIES:
-        return ENTRIES[name]
-    return Entry(name, _timm(name), (_described(name).default_cfg["input_size"],), 16)
-
-
-def _described(name: str) -> Any:
-    """A model of timm without the memory of its weights, for its sizes."""
-    with torch.device("meta"):
-        return _timm(name)()
-
-
-def drawn(seed: int, count: int) -> list[str]:
-    """Return names of models of timm drawn at random, each of another module of timm, so of another family.
-
-    Each has at most 100 million parameters and images of at most 256 × 256 pixels.
-    """
-    import timm
-
-    random, models = Random(seed), []
-    for family in random.sample(modules := timm.list_modules(), len(modules)):
-        names = timm.list_models(module=family)
-        for name in random.sample(names, min(4, len(names))):
-            try:
-                model = _described(name)
-            except RuntimeError:  # its constructor reads values, which tensors without memory lack
-                continue
-            if max(model.default_cfg["input_size"]) <= 256 and sum(each.numel() for each in model.parameters()) <= 1e8:
-                models.append(name)
-                break
-        if len(models) == count:
-            break
-    return models
 
 
 @torch.no_grad()

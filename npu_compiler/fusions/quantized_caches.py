@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from npu_compiler.errors import InputError
+from npu_compiler.fusions.attention import ATTENTION_OPS
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import TENSOR_NAMES, IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.quantization import row_format
 from npu_compiler.ops.registry import well_formed
 from npu_compiler.target_config import TargetConfig
 
-_ATTENTION = ("aten.scaled_dot_product_attention", "npu.attention")
 _TOKENS = 2  # the dimension of a cache that counts them
 
 
@@ -83,7 +83,7 @@ def _find_caches(graph: IRGraph) -> dict[str, _Update]:
 
     def reads_both(node: OpNode) -> bool:
         others = (*node.inputs[:1], *node.inputs[3:])
-        return node.base in _ATTENTION and set(node.inputs[1:3]) <= caches.keys() and not caches.keys() & set(others)
+        return node.base in ATTENTION_OPS and set(node.inputs[1:3]) <= caches.keys() and not caches.keys() & set(others)
 
     while wrong := [name for name in caches if not all(map(reads_both, consumers.get(name, [])))]:
         for name in wrong:
@@ -121,7 +121,7 @@ def _attending(node: OpNode, scales: dict[str, str], format: str) -> OpNode:
         scales: Tensor of keys or values that is now codes → the tensor of its scales.
         format: The cache's format, one of `ROW_FORMATS`.
     """
-    if node.base not in _ATTENTION or node.inputs[1] not in scales:
+    if node.base not in ATTENTION_OPS or node.inputs[1] not in scales:
         return node
     query, key, value, *others = node.inputs
     attrs = {**node.attrs, "format": format}

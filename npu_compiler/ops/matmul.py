@@ -287,7 +287,7 @@ def _sum_dtype(view: View) -> str:
     return view.dtype if is_int(view.dtype) else "float32"
 
 
-def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
+def parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
     """The index letters of each operand and of the output; None unless permute, multiply and sum can express it."""
     equation = str(node.attrs.get("equation", "")).replace(" ", "")
     if "->" in equation:
@@ -321,14 +321,14 @@ def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
 def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if any(graph.tensors[name].dtype == "bool" for name in node.inputs):
         return "einsum of booleans"
-    if _parse_einsum(node, graph) is None:
+    if parse_einsum(node, graph) is None:
         return f"einsum '{node.attrs.get('equation')}' has more than two operands or a repeated index"
     return None
 
 
 def _einsum_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
     """The integer range of an einsum: a sum over the indices missing in the result, of products of one element each."""
-    parsed = _parse_einsum(node, graph)
+    parsed = parse_einsum(node, graph)
     assert parsed is not None
     terms, result = parsed
     sizes = {x: 1 for term in terms for x in term if x not in result}
@@ -349,7 +349,7 @@ def _einsum_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Ran
     integer_range=_einsum_range,
 )
 def lower_einsum(ctx: Lowering, node: OpNode) -> None:
-    parsed = _parse_einsum(node, ctx.graph)
+    parsed = parse_einsum(node, ctx.graph)
     assert parsed is not None
     terms, result = parsed
     views = [ctx.view(name) for name in node.inputs]

@@ -303,6 +303,89 @@ def attention_with_a_gain_for_each_head(g: IRBuilder) -> None:
     attention_with_a_gain(g, 4, 1, 1)
 
 
+@shows(
+    "attention",
+    given="""
+    %reshape = aten.reshape(%q) {shape=[8, 5, 16]}
+    %reshape_1 = aten.reshape(%k) {shape=[8, 5, 16]}
+    %reshape_2 = aten.reshape(%v) {shape=[8, 5, 16]}
+    %transpose = aten.transpose(%reshape_1) {dim0=1, dim1=2}
+    %baddbmm = aten.baddbmm(%slopes, %reshape, %transpose) {alpha=0.25, beta=1}
+    %view = aten.view(%baddbmm) {size=[2, 4, 5, 5]}
+    %add = aten.add(%view, %mask)
+    %softmax = aten.softmax(%add) {dim=-1}
+    %view_1 = aten.view(%softmax) {size=[8, 5, 5]}
+    %bmm = aten.bmm(%view_1, %reshape_2)
+    return %bmm
+    """,
+    result="""
+    %transpose.heads = aten.transpose(%k) {dim0=-2, dim1=-1}
+    %bmm.key.heads = aten.transpose(%transpose.heads) {dim0=-2, dim1=-1}
+    %bmm.term0 = aten.view(%slopes) {size=[2, 4, 1, 5]}
+    %bmm.terms = aten.add(%bmm.term0, %mask)
+    %bmm.attended = npu.attention(%q, %bmm.key.heads, %v, %bmm.terms) {scale=0.25}
+    %bmm = aten.view(%bmm.attended) {size=[8, 5, 16]}
+    return %bmm
+    """,
+)
+def attention_of_batches_and_heads_in_one_dimension(g: IRBuilder) -> None:
+    q, k, v = (g("aten.reshape.default", g.input(name, 2, 4, 5, 16), [8, 5, 16]) for name in "qkv")
+    slopes, mask = g.input("slopes", 8, 1, 5), g.input("mask", 2, 1, 5, 5)
+    scores = g("aten.baddbmm.default", slopes, q, g("aten.transpose.int", k, 1, 2), beta=1, alpha=0.25)
+    masked = g("aten.add.Tensor", g("aten.view.default", scores, [2, 4, 5, 5]), mask)
+    weights = g("aten.view.default", g("aten.softmax.int", masked, -1), [8, 5, 5])
+    g.output(g("aten.bmm.default", weights, v))
+
+
+@shows(
+    "attention_scales",
+    given="""
+    %mul = aten.mul(%x) {other=0.25}
+    %transpose = aten.transpose(%mul) {dim0=1, dim1=2}
+    %scaled_dot_product_attention = aten.scaled_dot_product_attention(%transpose, %k, %v) {scale=1.0}
+    return %scaled_dot_product_attention
+    """,
+    result="""
+    %transpose = aten.transpose(%x) {dim0=1, dim1=2}
+    %scaled_dot_product_attention = aten.scaled_dot_product_attention(%transpose, %k, %v) {scale=0.25}
+    return %scaled_dot_product_attention
+    """,
+)
+def attention_of_scaled_queries(g: IRBuilder) -> None:
+    q = g("aten.transpose.int", g("aten.mul.Tensor", g.input("x", 2, 5, 4, 8), 0.25), 1, 2)
+    k, v = (g.input(name, 2, 4, 5, 8) for name in "kv")
+    g.output(g("aten.scaled_dot_product_attention.default", q, k, v, scale=1.0))
+
+
+def test_scaled_queries_that_others_read_stay() -> None:
+    g = IRBuilder()
+    q = g("aten.mul.Tensor", g.input("x", 2, 4, 5, 8), 0.25)
+    k, v = (g.input(name, 2, 4, 5, 8) for name in "kv")
+    g.output(g("aten.scaled_dot_product_attention.default", q, k, v))
+    g.output(g("aten.relu.default", q))
+    assert "aten.mul.Tensor" in [node.op_type for node in fuse(read_ir(g.ir())).nodes]
+
+
+@shows(
+    "quick_gelu",
+    given="""
+    %mul = aten.mul(%x) {other=1.702}
+    %sigmoid = aten.sigmoid(%mul)
+    %mul_1 = aten.mul(%x, %sigmoid)
+    return %mul_1
+    """,
+    result="""
+    %mul_1.scaled = aten.mul(%x) {other=1.702}
+    %mul_1.gated = aten.silu(%mul_1.scaled)
+    %mul_1 = aten.mul(%mul_1.gated) {other=0.5875440658049353}
+    return %mul_1
+    """,
+)
+def quick_gelu(g: IRBuilder) -> None:
+    x = g.input("x", 2, 8)
+    g.output(g("aten.mul.Tensor", x, g("aten.sigmoid.default", g("aten.mul.Tensor", x, 1.702))))
+
+
 def attention_with_a_gain(g: IRBuilder, *shape: int) -> None:
     attention_of(g, lambda scores: g("aten.mul.Tensor", scores, g.input("gain", *shape)))
 

@@ -32,6 +32,7 @@ from npu_compiler import (
 )
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.einsums import lower_einsums
 from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.rope import share_rope
 from npu_compiler.ops.rotary_region import expand_rotary_regions
@@ -311,6 +312,43 @@ def test_an_outer_product_that_is_read_as_it_is_stays_in_its_order() -> None:
         return %transpose, %matmul
     """,
     )
+
+
+def einsum(g: IRBuilder, equation: str, *shapes: tuple[int, ...]) -> None:
+    operands = [g.input(f"x{number}", *shape) for number, shape in enumerate(shapes)]
+    g.output(g("aten.einsum.default", equation, operands))
+
+
+def test_an_einsum_of_one_matrix_for_each_batch_element_is_a_matmul() -> None:
+    g = IRBuilder()
+    einsum(g, "blhk,bthk->bhtl", (2, 3, 4, 8), (2, 5, 4, 8))
+    check(
+        lower_einsums,
+        g,
+        """
+        %einsum.permuted = aten.permute(%x1) {dims=[0, 2, 1, 3]}
+        %einsum.permuted__1 = aten.permute(%x0) {dims=[0, 2, 3, 1]}
+        %einsum = aten.matmul(%einsum.permuted, %einsum.permuted__1)
+        return %einsum
+    """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bij,bjk->ik", ((2, 3, 4), (2, 4, 5))),  # sums over the batch
+        ("bhlk,hkt->bhlt", ((2, 3, 4, 5), (3, 5, 6))),  # one matrix for all of a batch
+        ("bij,bjk->bik", ((2, 3, 4), (1, 4, 5))),
+        ("bij,bij->bij", ((2, 3, 4), (2, 3, 4))),
+        ("bijl,bjlk->bik", ((2, 3, 4, 6), (2, 4, 6, 5))),  # sums over two indices
+        ("bij->bji", ((2, 3, 4),)),
+    ],
+)
+def test_other_einsums_stay(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    g = IRBuilder()
+    einsum(g, equation, *shapes)
+    assert [node.base for node in lower_einsums(read_ir(g.ir())).nodes] == ["aten.einsum"]
 
 
 @pytest.mark.parametrize(("left", "right"), [((3, 2), (2, 3)), ((1,), (1, 3)), ((3, 1), (1,))])

@@ -105,6 +105,13 @@ def test_a_program_keeps_the_bounds_of_its_integers() -> None:
     assert loaded.input_specs[0].bounds == (-46340, 46340)
 
 
+def test_what_nobody_reads_is_not_computed() -> None:
+    g = IRBuilder()
+    values, _ = g("aten.max.dim", g.input("x", 4, 8), 1)
+    g.output(values)
+    assert [call.kernel for call in compile(g.ir()).kernels] == ["max_kernel"]
+
+
 def test_a_network_of_bytes_is_saved_and_loaded() -> None:
     program = compile(byte_network().ir())
     loaded = CompiledProgram.from_bytes(program.to_bytes())
