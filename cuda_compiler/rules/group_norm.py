@@ -21,9 +21,9 @@ _CHUNK_PIXELS = 16  # at least
 _MOST_CHUNKS = 128  # of an image, since each block of the second kernel combines all of them
 _LEAST_SLICE = 32  # channels, which are two sectors
 
-# Fitted to 14 shapes on one H200, in seconds. A cluster's blocks meet, which takes a time and more for each of several. In
-# turn, blocks begin, their threads do one pixel after another, and a thread combines several channels. A multiprocessor
-# copies so many bytes a second; rows of less than a line cost as much as one.
+# Fitted to 14 shapes on one H200, in seconds. A cluster's blocks meet, which takes a time and more for each of several.
+# In turn, blocks begin, their threads do one pixel after another, and a thread combines several channels. A
+# multiprocessor copies so many bytes a second; rows of less than a line cost as much as one.
 _MEETING, _BLOCK_OF_SEVERAL, _ROUND, _PIXEL, _CHANNELS = 0.3e-6, 0.35e-6, 0.4e-6, 0.07e-6, 0.34e-6
 _BLOCK_RATE, _LINE = 52e9, 128
 # Two kernels take a time, and more for each byte that is read or written and for each group of a chunk.
