@@ -305,7 +305,7 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
     """
     possible = native_candidates(call) if native else []
     if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
-        possible += torch_candidates(call)
+        possible += torch_candidates(call, native)
     return possible
 
 

@@ -94,13 +94,15 @@ class Candidate:
         make: Function that prepares it for a call; returns None if it does not handle the call.
         variant_of: Name of the candidate that this is a variant of, which is not tried if that one is far behind; empty
             for none.
-        uses_pytorch: Whether it runs on PyTorch's threads instead of the native kernels' own.
+        uses_pytorch: Whether it is one of PyTorch's kernels.
+        leaves_threads: Whether it wakes threads of PyTorch's, which spin beside the kernels that follow.
     """
 
     name: str
     make: Callable[[ArrayCall], Launch | None]
     variant_of: str = ""
     uses_pytorch: bool = False
+    leaves_threads: bool = False
 
 
 def reporting(call: KernelCall, run: Launch) -> Launch:

@@ -1,4 +1,8 @@
-"""PyTorch's kernels as candidates, listed without PyTorch: it is imported when one of them is made for a call."""
+"""PyTorch's kernels as candidates, listed without PyTorch: it is imported when one of them is made for a call.
+
+After their work PyTorch's threads keep spinning for some milliseconds, beside the native kernels that follow. Among
+these, PyTorch's kernels therefore run on the calling thread alone unless they take long.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +27,43 @@ _ROWS = (
 _MAKERS = {kernel: makers for kernels, makers in _ROWS for kernel in kernels}
 
 
-def torch_candidates(call: ArrayCall) -> list[Candidate]:
-    """PyTorch's kernels that may run the call, the default first; none where only the reference can."""
-    makers = _MAKERS.get(call.name, ())
-    possible = [Candidate(name, partial(_make, maker), uses_pytorch=True) for name, maker in makers]
+# What one thread does in a second at the least, of element-wise work and in products.
+_ELEMENTS_PER_SECOND, _FLOPS_PER_SECOND = 1.5e9, 2e10
+_SHORT = 2e-3  # seconds: about as much as spinning threads take from two native ones
+
+
+def takes_one_thread(call: ArrayCall, among_native: bool) -> bool:
+    """Whether PyTorch's kernel for a call should run on the calling thread alone.
+
+    Args:
+        among_native: Whether native kernels run before and after it.
+    """
+    elements = sum(x.size for x in (*call.inputs, *call.outputs))
+    seconds = elements / _ELEMENTS_PER_SECOND + call.call.flops / _FLOPS_PER_SECOND
+    return among_native and seconds <= _SHORT
+
+
+def torch_candidates(call: ArrayCall, among_native: bool) -> list[Candidate]:
+    """PyTorch's kernels that may run the call, the default first; none where only the reference can.
+
+    Args:
+        among_native: As for `takes_one_thread`.
+    """
+    alone = takes_one_thread(call, among_native)
+    possible = [
+        Candidate(name, partial(_make, maker, alone), uses_pytorch=True, leaves_threads=among_native and not alone)
+        for name, maker in _MAKERS.get(call.name, ())
+    ]
     if call.name == "conv2d_kernel" and call.inputs[1].size < call.out.size:
         # Packing a small weight at every call takes less than the layout in which a packed one leaves a large result.
         possible.sort(key=lambda candidate: candidate.name == "onednn")
     return possible
 
 
-def _make(maker: str, call: ArrayCall) -> Launch | None:
+def _make(maker: str, alone: bool, call: ArrayCall) -> Launch | None:
     if find_torch() is None:
         return None
-    from npu_runtime.cpu.torch_kernels import prepacked
+    from npu_runtime.cpu.torch_kernels import on_one_thread, prepacked
 
-    return prepacked.make(getattr(prepacked, maker), call)
+    launch = prepacked.make(getattr(prepacked, maker), call)
+    return on_one_thread(launch) if alone and launch is not None else launch

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from npu_compiler import DeviceError
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence
+from npu_runtime.cpu.native.rows.pointwise import COMBINATIONS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 
@@ -414,10 +415,10 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("shape", ((1,), (3, 17), (2, 3, 5, 40), (4, 9001)))
 def test_pointwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     a, b, out = strided(*shape, dtype=dtype), strided(*shape, dtype=dtype), blank(*shape, dtype=dtype)
-    run(native.add(a, b, out))
+    run(native.combine("add", [a, b], out))
     check(out, a.double() + b.double())
-    run(native.mul(a, torch.randn(shape[-1]).to(dtype).expand(shape), out))
-    run(native.mul(a, b[..., :1], out))
+    run(native.combine("multiply", [a, torch.randn(shape[-1]).to(dtype).expand(shape)], out))
+    run(native.combine("multiply", [a, b[..., :1]], out))
     check(out, a.double() * b[..., :1].double())
     run(native.activation_mul("silu", a, b, out))
     check(out, functional.silu(a.double()) * b.double())
@@ -460,15 +461,15 @@ def test_a_clamped_gate_passes_nan_on_and_clamps_infinity() -> None:
 def test_pointwise_of_transposed_operands(dtype: torch.dtype, channels: int, pixels: int) -> None:
     a, out = strided(2, channels, pixels, dtype=dtype), blank(2, channels, pixels, dtype=dtype)
     turned = strided(2, pixels, channels, dtype=dtype).transpose(1, 2)
-    run(native.add(a, turned, out))
+    run(native.combine("add", [a, turned], out))
     check(out, a.double() + turned.double())
-    run(native.mul(turned, turned[:, :, :1], out))
+    run(native.combine("multiply", [turned, turned[:, :, :1]], out))
     check(out, turned.double() * turned[:, :, :1].double())
     run(native.activation_mul("silu", turned, a, out))
     check(out, functional.silu(turned.double()) * a.double())
-    run(native.add(a, turned.float(), out))
+    run(native.combine("add", [a, turned.float()], out))
     check(out, a.double() + turned.double())
-    run(native.add(a.transpose(1, 2), turned.transpose(1, 2), out.transpose(1, 2)))
+    run(native.combine("add", [a.transpose(1, 2), turned.transpose(1, 2)], out.transpose(1, 2)))
     check(out, a.double() + turned.double())
 
 
@@ -670,29 +671,96 @@ def test_places_of_extremes_are_pytorchs(dtype: torch.dtype, columns: int) -> No
         assert torch.equal(out.long(), expected)
 
 
-@settings(max_examples=100)
+REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "norm": torch.linalg.vector_norm}
+
+
+@settings(max_examples=200)
 @given(
+    reduction=st.sampled_from(sorted(REDUCTIONS)),
     shape=st.lists(st.sampled_from([1, 2, 3, 8, 17, 40]), min_size=1, max_size=4),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
     generator=st.randoms(use_true_random=False),
 )
-def test_sums_are_pytorchs(shape: list[int], dtypes: tuple[torch.dtype, ...], generator: random.Random) -> None:
+def test_reductions_are_pytorchs(
+    reduction: str, shape: list[int], dtypes: tuple[torch.dtype, ...], generator: random.Random
+) -> None:
     x = numbers(generator, torch.float32, tuple(shape)).nan_to_num(0.0, 0.0).to(dtypes[0])
     count = generator.randint(1, len(shape))
     kept = tuple(shape[: len(shape) - count])
     out = torch.zeros_like(numbers(generator, torch.float32, kept), dtype=dtypes[1])
-    launch = native.sum_last(x, count, out)
-    if launch is None:  # the summed dimensions are not one in memory, or too many terms
+    launch = native.reduce_last(reduction, x, count, out)
+    if launch is None:  # the reduced dimensions are not one in memory
         assert count > 1
         return
     launch()
-    expected = x.double().sum(tuple(range(len(kept), len(shape))))
+    expected = REDUCTIONS[reduction](x.double(), dim=tuple(range(len(kept), len(shape))))
     tolerance = 1e-5 if dtypes[1] == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_long_sums_are_left_to_others() -> None:
-    assert native.sum_last(torch.ones(2, 1025), 1, torch.empty(2)) is None
+@pytest.mark.parametrize("shape", [(2, 1_000_001), (1_000_001, 24)])
+def test_long_sums_lose_little_to_rounding(shape: tuple[int, int]) -> None:
+    x = 1 + torch.rand(shape)
+    long = x if shape[0] == 2 else x.T
+    out = torch.empty(len(long))
+    run(native.reduce_last("sum", long, 1, out))
+    torch.testing.assert_close(out.double(), long.double().sum(1), rtol=2e-6, atol=0)
+
+
+def combination(how: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return what `native.combine` should compute, in float64."""
+    a, b, c = a.double(), b.double(), c.double()
+    results = {
+        "none": a, "add": a + b, "multiply": a * b, "divide": a / b, "scale_shift": a * b + c,
+        "add_relu": torch.relu(a + b), "scale_below_zero": torch.where(a > 0, a, a * b),
+        "at_least": torch.where(a < b, b, a),
+    }  # fmt: skip
+    return results[how]
+
+
+@settings(max_examples=200)
+@given(
+    how=st.sampled_from(COMBINATIONS),
+    shape=st.lists(st.sampled_from([1, 2, 3, 8, 17, 40]), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    whole=st.lists(st.tuples(*[st.booleans()] * 4), min_size=2, max_size=2),
+    generator=st.randoms(use_true_random=False),
+)
+def test_combinations_are_pytorchs(
+    how: str, shape: list[int], dtype: torch.dtype, whole: list[tuple[bool, ...]], generator: random.Random
+) -> None:
+    """`whole` says in which dimensions the second and the third operand are as large as the result."""
+    shapes = [shape, *([n if is_whole else 1 for n, is_whole in zip(shape, own, strict=False)] for own in whole)]
+    a, b, c = (numbers(generator, torch.float32, tuple(own)).to(dtype) for own in shapes)
+    count = {"none": 1, "scale_shift": 3}.get(how, 2)
+    out = torch.zeros_like(a)
+    launch = native.combine(how, [a, b, c][:count], out)
+    if launch is None:  # they need more than four dimensions, or the result's neighbours do not follow each other
+        return
+    launch()
+    expected = combination(how, *(x.expand(shape) for x in (a, b, c)))
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected.to(dtype).double(), rtol=tolerance, atol=1e-5, equal_nan=True)
+
+
+@settings(max_examples=60)
+@given(
+    images=st.integers(1, 3), groups=st.sampled_from([1, 2, 4]), width=st.integers(1, 5),
+    pixels=st.sampled_from([2, 7, 64, 300]), dtype=st.sampled_from(DTYPES), affine=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_group_norms_are_pytorchs(
+    images: int, groups: int, width: int, pixels: int, dtype: torch.dtype, affine: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    channels = groups * width
+    x = (100 + 3 * torch.randn(images, channels, pixels, 1)).to(dtype)
+    weight, bias = (torch.randn(channels).to(dtype) if affine else None for _ in range(2))
+    out = torch.empty_like(x)
+    run(native.group_norm(x, weight, bias, groups, 1e-5, out))
+    doubles = [None if each is None else each.double() for each in (weight, bias)]
+    expected = functional.group_norm(x.double(), groups, *doubles)
+    tolerance = 1e-3 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=60)

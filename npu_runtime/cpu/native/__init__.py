@@ -31,11 +31,11 @@ from npu_runtime.cpu.native.quantized.quantized import (
     quantized_linear,
 )
 from npu_runtime.cpu.native.rows.elementwise import elementwise
-from npu_runtime.cpu.native.rows.norm import layer_norm, rms_norm, softmax
+from npu_runtime.cpu.native.rows.norm import group_norm, layer_norm, rms_norm, softmax
 from npu_runtime.cpu.native.rows.order import argsort, place_of_extreme
-from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, clamped_silu_mul, mul
+from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, cast, clamped_silu_mul, combine
 from npu_runtime.cpu.native.rows.rope import rope
-from npu_runtime.cpu.native.rows.sums import sum_last
+from npu_runtime.cpu.native.rows.sums import reduce_last
 
 __all__ = [
     "NativeLaunch",
@@ -46,12 +46,12 @@ __all__ = [
     "QuantizedCache",
     "activation",
     "activation_mul",
-    "add",
     "argsort",
     "attention",
     "available",
     "cast",
     "clamped_silu_mul",
+    "combine",
     "copy",
     "elementwise",
     "embedding",
@@ -59,13 +59,13 @@ __all__ = [
     "failure_reason",
     "gated_linear",
     "gather",
+    "group_norm",
     "index_copy",
     "index_copy_pair",
     "index_select",
     "layer_norm",
     "linear",
     "matmul",
-    "mul",
     "pack_expert_weights",
     "pack_linear_weight",
     "pack_quantized",
@@ -77,8 +77,8 @@ __all__ = [
     "quantized_gated_linear",
     "quantized_index_copy",
     "quantized_linear",
+    "reduce_last",
     "rms_norm",
     "rope",
     "softmax",
-    "sum_last",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -19,6 +20,15 @@ from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
 Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
 _ACCELERATORS: dict[str, Accelerator] = {}
+# Element-wise op → what `native.combine` calls it, and its operands.
+_COMBINED = {
+    "add": ("add", 2),
+    "mul": ("multiply", 2),
+    "true_divide": ("divide", 2),
+    "scale_shift": ("scale_shift", 3),
+    "add_relu": ("add_relu", 2),
+    "prelu": ("scale_below_zero", 2),
+}
 
 
 def native_candidates(call: ArrayCall) -> list[Candidate]:
@@ -35,6 +45,7 @@ def native_candidates(call: ArrayCall) -> list[Candidate]:
 
 def _accelerates(*kernels: str) -> Callable[[Accelerator], Accelerator]:
     def add(function: Accelerator) -> Accelerator:
+        assert _ACCELERATORS.keys().isdisjoint(kernels), f"{kernels} have two functions"
         _ACCELERATORS.update(dict.fromkeys(kernels, function))
         return function
 
@@ -189,6 +200,13 @@ def _layer_norm(call: ArrayCall) -> NativeLaunch | None:
     return native.layer_norm(call.inputs[0], call.at(weight), call.at(bias), call.params["eps"], call.out)
 
 
+@_accelerates("groupnorm_kernel")
+def _group_norm(call: ArrayCall) -> NativeLaunch | None:
+    weight, bias = call.optional(("has_weight", "has_bias"), 1)
+    params = call.params
+    return native.group_norm(call.inputs[0], call.at(weight), call.at(bias), params["groups"], params["eps"], call.out)
+
+
 @_accelerates("softmax_kernel")
 def _softmax(call: ArrayCall) -> NativeLaunch | None:
     return native.softmax(call.inputs[0], call.params["scale"], call.out)
@@ -240,9 +258,11 @@ def _argsort(call: ArrayCall) -> NativeLaunch | None:
     return native.argsort(call.inputs[0], call.out, bool(call.params["descending"]))
 
 
-@_accelerates("sum_kernel")
-def _sum(call: ArrayCall) -> NativeLaunch | None:
-    return native.sum_last(call.inputs[0], call.params["reduce_dims"], call.out)
+@_accelerates("sum_kernel", "norm_kernel")
+def _reduction(call: ArrayCall) -> NativeLaunch | None:
+    if call.name == "norm_kernel" and call.params["order"] != 2:
+        return None
+    return native.reduce_last(call.name.removesuffix("_kernel"), call.inputs[0], call.params["reduce_dims"], call.out)
 
 
 @_accelerates("copy")
@@ -255,27 +275,33 @@ def _copy(call: ArrayCall) -> NativeLaunch | None:
     return native.cast(source, call.out) or native.elementwise("copy", [source], call.out)
 
 
-@_accelerates(*ELEMENTWISE.keys() - {"copy", "add", "mul"})
+@_accelerates(*ELEMENTWISE.keys() - {"copy", *_COMBINED})
 def _elementwise(call: ArrayCall) -> NativeLaunch | None:
     tensors = iter(call.inputs)
     operands = [next(tensors) if scalar is None else scalar for scalar in call.params["scalars"]]
     return native.elementwise(call.name, operands, call.out) if call.params.get("alpha", 1) == 1 else None
 
 
-def _two_tensors(call: ArrayCall) -> bool:
-    return len(call.inputs) == 2 and call.params.get("alpha", 1) == 1
+@_accelerates(*_COMBINED)
+def _combined(call: ArrayCall) -> NativeLaunch | None:
+    how, count = _COMBINED[call.name]
+    plain = len(call.inputs) == count and call.params.get("alpha", 1) == 1
+    combined = native.combine(how, call.inputs, call.out) if plain else None
+    return combined or (_elementwise(call) if call.name in ELEMENTWISE else None)
 
 
-@_accelerates("add")
-def _add(call: ArrayCall) -> NativeLaunch | None:
-    sum_ = native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
-    return sum_ or _elementwise(call)
+@_accelerates("leaky_relu")
+def _leaky_relu(call: ArrayCall) -> NativeLaunch | None:
+    slope = np.array(call.params["negative_slope"], np.float32)
+    return native.combine("scale_below_zero", [*call.inputs, slope], call.out)
 
 
-@_accelerates("mul")
-def _mul(call: ArrayCall) -> NativeLaunch | None:
-    product = native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
-    return product or _elementwise(call)
+@_accelerates("clamp_min")
+def _clamp_min(call: ArrayCall) -> NativeLaunch | None:
+    value, low = call.params["scalars"]
+    if value is not None or low is None or math.isnan(low):
+        return None
+    return native.combine("at_least", [*call.inputs, np.array(low, np.float32)], call.out)
 
 
 @_accelerates(*ACTIVATION_OF)
@@ -374,11 +400,12 @@ def _avg_pool(call: ArrayCall) -> NativeLaunch | None:
 
 
 @_accelerates("mean_kernel")
-def _mean_of_maps(call: ArrayCall) -> NativeLaunch | None:
+def _mean(call: ArrayCall) -> NativeLaunch | None:
     x, out = call.inputs[0], call.out
     if x.ndim != 4 or out.ndim != 2:
-        return None
-    return convolutions.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
+        return _reduction(call)
+    pooled = convolutions.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
+    return pooled or _reduction(call)
 
 
 @_accelerates("adaptive_avg_pool2d_kernel")

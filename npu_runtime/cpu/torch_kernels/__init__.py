@@ -1,7 +1,7 @@
 """The CPU device's kernels by PyTorch, if it is installed."""
 
 from npu_runtime.cpu.torch_kernels import attention, elementwise, indexing, products, recurrent, rows, windows
-from npu_runtime.cpu.torch_kernels.launches import torch_launch
+from npu_runtime.cpu.torch_kernels.launches import on_one_thread, torch_launch
 from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "attention",
     "elementwise",
     "indexing",
+    "on_one_thread",
     "products",
     "recurrent",
     "rows",

@@ -8,12 +8,11 @@ import torch
 
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, reporting
+from npu_runtime.cpu.torch_candidates import takes_one_thread
 from npu_runtime.cpu.torch_kernels.elementwise import elementwise_by_torch
 from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS, Kernel
 from npu_runtime.hardware import Launch
 from npu_runtime.torch_arrays import view_tensor
-
-_SMALL = 2**18  # elements of all operands
 
 
 def on_tensors(call: ArrayCall) -> BoundCall[torch.Tensor]:
@@ -26,16 +25,14 @@ def torch_launch(call: ArrayCall, among_native: bool) -> Launch | None:
     """A launch of PyTorch's kernel for a call on the call's memory; None if there is none of that name.
 
     Args:
-        among_native: Whether native kernels run before and after it. PyTorch's threads help little with a small call,
-            and keep spinning beside the native kernels' for a while: it then runs on one thread.
+        among_native: As for `takes_one_thread`.
     """
     kernel = _kernel(call.call.kernel)
     if kernel is None:
         return None
     tensors = on_tensors(call)
     launch = reporting(call.call, partial(kernel, tensors.inputs, tensors.outputs, call.params))
-    is_small = sum(x.size for x in (*call.inputs, *call.outputs)) <= _SMALL
-    return _on_one_thread(launch) if among_native and is_small else launch
+    return on_one_thread(launch) if takes_one_thread(call, among_native) else launch
 
 
 def _kernel(name: str) -> Kernel | None:
@@ -45,7 +42,9 @@ def _kernel(name: str) -> Kernel | None:
     return TORCH_KERNELS.get(name)
 
 
-def _on_one_thread(launch: Launch) -> Launch:
+def on_one_thread(launch: Launch) -> Launch:
+    """Return a launch during which PyTorch has one thread."""
+
     def run() -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

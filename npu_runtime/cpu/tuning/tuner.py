@@ -75,8 +75,8 @@ class Tuner:
         if not working:
             return None
         tried = [candidate for candidate in candidates if candidate.name in working]
-        switching = 0.0 if tried[0].uses_pytorch else _switching_seconds()
-        chosen = best_of(working, _MARGIN, {x.name: switching for x in tried if x.uses_pytorch})
+        switching = _switching_seconds()
+        chosen = best_of(working, _MARGIN, {x.name: switching for x in tried if x.leaves_threads})
         if times.agree:
             spreads = {name: value for name, value in times.spreads.items() if name in working}
             self._table.keep(key, Choice(chosen, _microseconds(working), _microseconds(spreads)))

@@ -1,4 +1,4 @@
-// Normalizations along the last dimension of a matrix: RMS norm, layer norm and softmax, in float32.
+// Normalizations along the last dimension of a matrix: RMS norm, layer norm and softmax, and of groups of planes, in float32.
 #include <initializer_list>
 
 #include "rows.h"
@@ -11,6 +11,12 @@ struct NormArgs {
   View x, weight, bias, out;  // matrices with contiguous rows; weight and bias are single rows
   int64_t subtracts_mean;
   float eps, weight_offset;
+};
+
+struct GroupNormArgs {
+  View x, weight, bias, statistics, out;  // x and out [1, 1, planes, pixels]; statistics 2 floats for each plane
+  int64_t planes_of_group, planes_of_image;
+  float eps;
 };
 
 struct SoftmaxArgs {
@@ -86,6 +92,53 @@ void norm(const NormArgs& a) {
   with_common_type({a.x, a.weight, a.bias, a.out}, [&](auto* type) { norm_rows<std::remove_pointer_t<decltype(type)>>(a); });
 }
 
+// Mean and squares of the deviations from it of each plane, and from those of a group's planes its own.
+template <class T>
+void group_norm_planes(const GroupNormArgs& a) {
+  const int64_t planes = a.x.size[2], n = a.x.size[3], of_group = a.planes_of_group;
+  float* statistics = reinterpret_cast<float*>(a.statistics.data);
+  for_rows(planes, n, [&](int64_t plane) {
+    Vec total{}, squares{};
+    for_vectors(n, [&](int64_t i, int64_t count) { total += read<T>(a.x, plane, i, count); });
+    const float mean = sum_lanes(total) / n;
+    for_vectors(n, [&](int64_t i, int64_t count) {
+      Vec x = read<T>(a.x, plane, i, count) - mean;
+      if (count < kLanes) x = lane_numbers() < float(count) ? x : Vec{};
+      squares += x * x;
+    });
+    statistics[2 * plane] = mean;
+    statistics[2 * plane + 1] = sum_lanes(squares);
+  });
+  for (int64_t first = 0; first < planes; first += of_group) {
+    float mean = 0, squares = 0;
+    for (int64_t plane = first; plane < first + of_group; ++plane) mean += statistics[2 * plane] / of_group;
+    for (int64_t plane = first; plane < first + of_group; ++plane) {
+      const float away = statistics[2 * plane] - mean;
+      squares += statistics[2 * plane + 1] + n * away * away;
+    }
+    const float factor = 1.0f / std::sqrt(squares / (float(n) * of_group) + a.eps);
+    for (int64_t plane = first; plane < first + of_group; ++plane) {
+      statistics[2 * plane] = mean;
+      statistics[2 * plane + 1] = factor;
+    }
+  }
+  for_rows(planes, n, [&](int64_t plane) {
+    const int64_t channel = plane % a.planes_of_image;
+    const float mean = statistics[2 * plane];
+    const float scale = statistics[2 * plane + 1] * read<T>(a.weight, 0, channel, 1, 1.0f)[0];
+    const float shift = read<T>(a.bias, 0, channel, 1)[0];
+    for_vectors(n, [&](int64_t i, int64_t count) {
+      write<T>(a.out, plane, i, (read<T>(a.x, plane, i, count) - mean) * scale + shift, count);
+    });
+  });
+}
+
+void group_norm(const GroupNormArgs& a) {
+  with_common_type({a.x, a.weight, a.bias, a.out}, [&](auto* type) {
+    group_norm_planes<std::remove_pointer_t<decltype(type)>>(a);
+  });
+}
+
 template <class T>
 void softmax_rows(const SoftmaxArgs& a) {
   const int64_t n = a.x.size[3];
@@ -118,4 +171,5 @@ void softmax(const SoftmaxArgs& a) {
 }  // namespace npu
 
 NPU_KERNEL(norm, npu::NormArgs, npu::norm)
+NPU_KERNEL(group_norm, npu::GroupNormArgs, npu::group_norm)
 NPU_KERNEL(softmax, npu::SoftmaxArgs, npu::softmax)

@@ -1,4 +1,4 @@
-"""Normalizations along the last dimension."""
+"""Normalizations along the last dimension, and of groups of channels."""
 
 from __future__ import annotations
 
@@ -31,6 +31,26 @@ class _NormArgs(ArgumentBlock):
             yield getattr(self, name).extent(name, (1, 1, 1, self.x.size[3]))
 
 
+class _GroupNormArgs(ArgumentBlock):
+    _fields_ = [
+        ("x", View),
+        ("weight", View),
+        ("bias", View),
+        ("statistics", View),
+        ("out", View),
+        ("planes_of_group", ctypes.c_int64),
+        ("planes_of_image", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield self.x.extent("x")
+        yield self.out.extent("out", self.x.size)
+        yield self.statistics.extent("statistics", (1, 1, self.x.size[2], 2))
+        for name in ("weight", "bias"):
+            yield getattr(self, name).extent(name, (1, 1, 1, self.planes_of_image))
+
+
 class _SoftmaxArgs(ArgumentBlock):
     _fields_ = [("x", View), ("out", View), ("scale", ctypes.c_float)]
 
@@ -51,6 +71,23 @@ def layer_norm(
 ) -> NativeLaunch | None:
     """Prepare out = (x - mean) / sqrt(variance + eps) * weight + bias over rows; None without a kernel for it."""
     return _norm(x, weight, bias, True, eps, 0.0, out)
+
+
+def group_norm(
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, groups: int, eps: float, out: np.ndarray
+) -> NativeLaunch | None:
+    """Prepare the group norm of images [N, C, …], which must be contiguous; None without a kernel for the operands."""
+    vectors = [t for t in (weight, bias) if t is not None]
+    if not available() or x.size == 0 or any(t.dtype not in DTYPES for t in (x, out, *vectors)):
+        return None
+    if out.shape != x.shape or not all(t.flags.c_contiguous for t in (x, out, *vectors)):
+        return None
+    images, channels = x.shape[:2]
+    statistics = np.empty((images * channels, 2), np.float32)
+    planes, out_planes = (t.reshape(images * channels, -1) for t in (x, out))
+    operands = (operand(t) for t in (planes, weight, bias, statistics, out_planes))
+    args = _GroupNormArgs(*operands, channels // groups, channels, eps)
+    return launch("group_norm", args, x, out, *vectors, statistics)
 
 
 def softmax(x: np.ndarray, scale: float, out: np.ndarray) -> NativeLaunch | None:

@@ -1,15 +1,16 @@
-// out = activation(a), or that plus or times b: additions, products, gated activations and casts are one kernel. Gates
-// within limits are another one.
+// out = activation(a), or what `combined` makes of that, b and c: additions, products, gated activations, casts and others
+// are one kernel. Gates within limits are another one.
 #include "activation.h"
 #include "rows.h"
 
 namespace npu {
 namespace {
 
-enum class Combine : int64_t { none = 0, add = 1, multiply = 2 };
+// Numbered as COMBINATIONS in pointwise.py.
+enum class Combine : int64_t { none, add, multiply, divide, scale_shift, add_relu, scale_below_zero, at_least };
 
 struct PointwiseArgs {
-  View a, b, out;  // of out's size; the last stride of out is 1
+  View a, b, c, out;  // of out's size; the last stride of out is 1
   Activation activation;
   Combine combine;
 };
@@ -18,6 +19,41 @@ struct ClampedGateArgs {
   View a, b, out;  // of out's size; the last stride of out is 1
   float alpha, limit;
 };
+
+// In these orders of the operands NaN passes through.
+template <Combine combine>
+NPU_INLINE Vec combined(Vec a, Vec b, Vec c) {
+  switch (combine) {
+    case Combine::none: return a;
+    case Combine::add: return a + b;
+    case Combine::multiply: return a * b;
+    case Combine::divide: return a / b;
+    case Combine::scale_shift: return a * b + c;
+    case Combine::add_relu: return max(Vec{}, a + b);
+    case Combine::scale_below_zero: return a > 0.0f ? a : a * b;
+    case Combine::at_least: return max(b, a);
+  }
+}
+
+template <Combine kind>
+struct CombineTag {
+  static constexpr Combine value = kind;
+};
+
+// Calls body with the compile-time counterpart of `combine`.
+template <class F>
+NPU_INLINE void with_combine(Combine combine, const F& body) {
+  switch (combine) {
+    case Combine::none: return body(CombineTag<Combine::none>());
+    case Combine::add: return body(CombineTag<Combine::add>());
+    case Combine::multiply: return body(CombineTag<Combine::multiply>());
+    case Combine::divide: return body(CombineTag<Combine::divide>());
+    case Combine::scale_shift: return body(CombineTag<Combine::scale_shift>());
+    case Combine::add_relu: return body(CombineTag<Combine::add_relu>());
+    case Combine::scale_below_zero: return body(CombineTag<Combine::scale_below_zero>());
+    case Combine::at_least: return body(CombineTag<Combine::at_least>());
+  }
+}
 
 // Operands of one type, known at compile time, and of several types.
 template <class T>
@@ -58,43 +94,49 @@ NPU_INLINE Vec read_run(const View& view, int64_t row, int64_t i, int64_t count)
 
 template <class Access, Activation activation>
 void run(const PointwiseArgs& args) {
-  const View &a = args.a, &b = args.b, &out = args.out;
+  const View &a = args.a, &b = args.b, &c = args.c, &out = args.out;
   for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
-    const int64_t row_a = offset(a, i, j, k), row_b = offset(b, i, j, k), row_out = offset(out, i, j, k);
+    const int64_t row_a = offset(a, i, j, k), row_b = offset(b, i, j, k), row_c = offset(c, i, j, k);
+    const int64_t row_out = offset(out, i, j, k);
     for (int64_t x = begin; x < end; x += kLanes) {
       const int64_t count = end - x;
-      Vec value = activate<activation>(read_run<Access>(a, row_a, x, count));
-      if (args.combine != Combine::none) {
-        const Vec other = read_run<Access>(b, row_b, x, count);
-        value = args.combine == Combine::add ? value + other : value * other;
-      }
-      Access::write(out, row_out + x, value, count);
+      const Vec first = activate<activation>(read_run<Access>(a, row_a, x, count));
+      const Vec second = b.data ? read_run<Access>(b, row_b, x, count) : Vec{};
+      const Vec third = c.data ? read_run<Access>(c, row_c, x, count) : Vec{};
+      with_combine(args.combine, [&](auto tag) {
+        Access::write(out, row_out + x, combined<decltype(tag)::value>(first, second, third), count);
+      });
     }
   });
 }
 
-// out = a + b or a * b for operands of one type whose neighbours follow each other, or are one number; b may be absent.
+// What the operands combine to, all of one type: the first one's neighbours follow each other, and the others' do too or are
+// one number.
 template <class T, Combine combine>
 void run_neighbours(const PointwiseArgs& args) {
-  const View &a = args.a, &b = args.b, &out = args.out;
+  const View &a = args.a, &b = args.b, &c = args.c, &out = args.out;
+  constexpr bool has_second = combine != Combine::none, has_third = combine == Combine::scale_shift;
   for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
     const T* x = reinterpret_cast<const T*>(a.data) + offset(a, i, j, k);
     const T* y = reinterpret_cast<const T*>(b.data) + offset(b, i, j, k);
+    const T* z = reinterpret_cast<const T*>(c.data) + offset(c, i, j, k);
     T* to = reinterpret_cast<T*>(out.data) + offset(out, i, j, k);
-    const Vec number = combine != Combine::none && b.stride[3] == 0 ? splat(load_n(y, 1)[0]) : Vec{};
-    const auto results = [&]<bool kNumber>(std::bool_constant<kNumber>) __attribute__((always_inline)) {
+    const bool numbers = has_second && b.stride[3] == 0;
+    const Vec number = numbers ? splat(load_n(y, 1)[0]) : Vec{};
+    const Vec last = has_third && numbers ? splat(load_n(z, 1)[0]) : Vec{};
+    const auto results = [&]<bool kNumbers>(std::bool_constant<kNumbers>) __attribute__((always_inline)) {
       const auto result = [&](int64_t at, int64_t count) __attribute__((always_inline)) {
-        const Vec first = load_n(x + at, count);
-        if constexpr (combine == Combine::none) return first;
-        const Vec second = kNumber ? number : load_n(y + at, count);
-        return combine == Combine::add ? first + second : first * second;
+        Vec second = number, third = last;
+        if constexpr (has_second && !kNumbers) second = load_n(y + at, count);
+        if constexpr (has_third && !kNumbers) third = load_n(z + at, count);
+        return combined<combine>(load_n(x + at, count), second, third);
       };
       int64_t at = begin;
       for (; at + 2 * kLanes <= end; at += 2 * kLanes)
         store_both(to + at, kLanes, result(at, kLanes), result(at + kLanes, kLanes));
       for (; at < end; at += kLanes) store_n(to + at, result(at, end - at), end - at);
     };
-    combine != Combine::none && b.stride[3] == 0 ? results(std::true_type()) : results(std::false_type());
+    numbers ? results(std::true_type()) : results(std::false_type());
   });
 }
 
@@ -151,18 +193,18 @@ void combine_squares(const PointwiseArgs& args) {
 
 // Types are known at compile time where little but loading and storing is to be done.
 void pointwise(const PointwiseArgs& args) {
+  const View &a = args.a, &b = args.b, &c = args.c;
   const Dtype dtype = args.out.dtype;
-  const bool same = args.a.dtype == dtype && (args.combine == Combine::none || args.b.dtype == dtype);
+  const bool same = a.dtype == dtype && (!b.data || b.dtype == dtype) && (!c.data || c.dtype == dtype);
   if (!same || args.activation != Activation::none)
     return with_activation(args.activation, [&](auto tag) { run<Mixed, decltype(tag)::value>(args); });
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const bool combines = args.combine != Combine::none;
-    if (combines && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
-    else if (args.a.stride[3] != 1 || (combines && args.b.stride[3] > 1)) run<Same<T>, Activation::none>(args);
-    else if (!combines) run_neighbours<T, Combine::none>(args);
-    else if (args.combine == Combine::add) run_neighbours<T, Combine::add>(args);
-    else run_neighbours<T, Combine::multiply>(args);
+    const bool in_squares = args.combine == Combine::add || args.combine == Combine::multiply;
+    const bool alike = !c.data || (b.stride[3] == c.stride[3] && c.stride[3] <= 1);
+    if (in_squares && (is_turned(a) || is_turned(b))) combine_squares<T>(args);
+    else if (a.stride[3] != 1 || (b.data && b.stride[3] > 1) || !alike) run<Same<T>, Activation::none>(args);
+    else with_combine(args.combine, [&](auto tag) { run_neighbours<T, decltype(tag)::value>(args); });
   });
 }
 

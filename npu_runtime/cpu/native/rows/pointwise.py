@@ -13,20 +13,22 @@ from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES, NUMBER_DTYPES
 
-_ALONE, _ADD, _MULTIPLY = range(3)
+# `Combine` in pointwise.cpp
+COMBINATIONS = ("none", "add", "multiply", "divide", "scale_shift", "add_relu", "scale_below_zero", "at_least")
 
 
 class _PointwiseArgs(ArgumentBlock):
     _fields_ = [
         ("a", View),
         ("b", View),
+        ("c", View),
         ("out", View),
         ("activation", ctypes.c_int64),
         ("combine", ctypes.c_int64),
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
-        for name in ("a", "b", "out"):
+        for name in ("a", "b", "c", "out"):
             yield getattr(self, name).extent(name, self.out.size)
 
 
@@ -38,19 +40,20 @@ class _ClampedGateArgs(ArgumentBlock):
             yield getattr(self, name).extent(name, self.out.size)
 
 
-def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """Prepare out = a + b with broadcasting; out may be an operand. None without a kernel for the operands."""
-    return _pointwise(a, b, "none", _ADD, out)
+def combine(how: str, operands: Sequence[np.ndarray], out: np.ndarray) -> NativeLaunch | None:
+    """Prepare a combination of one to three operands with broadcasting; None without a kernel for the operands.
 
-
-def mul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """Prepare out = a * b with broadcasting; out may be an operand. None without a kernel for the operands."""
-    return _pointwise(a, b, "none", _MULTIPLY, out)
+    Args:
+        how: One of `COMBINATIONS`: the sum, product or quotient of two operands, `scale_shift` a · b + c, `add_relu`
+            relu(a + b), `scale_below_zero` a where that is above 0, else a · b, and `at_least` the greater one.
+        operands: Arrays of floats; out may be one of them.
+    """
+    return _pointwise(operands, "none", how, out)
 
 
 def activation_mul(activation: str, gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepare out = activation(gate) * up with broadcasting, for the activations of `linear`; None without a kernel."""
-    return _pointwise(gate, up, activation, _MULTIPLY, out)
+    return _pointwise([gate, up], activation, "multiply", out)
 
 
 def clamped_silu_mul(
@@ -68,12 +71,12 @@ def clamped_silu_mul(
 
 def activation(kind: str, x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepare out = kind(x), for the activations of `linear`; None without a kernel for the operands."""
-    return _pointwise(x, None, kind, _ALONE, out)
+    return _pointwise([x], kind, "none", out)
 
 
 def cast(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepare out = x in out's dtype, both of floats; None without a kernel for the operands."""
-    return _pointwise(x, None, "none", _ALONE, out)
+    return _pointwise([x], "none", "none", out)
 
 
 def widened(x: np.ndarray) -> np.ndarray:
@@ -88,16 +91,13 @@ def widened(x: np.ndarray) -> np.ndarray:
     return result.reshape(x.shape)
 
 
-def _pointwise(
-    a: np.ndarray, b: np.ndarray | None, activation: str, combine: int, out: np.ndarray
-) -> NativeLaunch | None:
-    operands = [a, out] if b is None else [a, b, out]
-    described = _described(operands) if activation in ACTIVATIONS else None
+def _pointwise(operands: Sequence[np.ndarray], activation: str, how: str, out: np.ndarray) -> NativeLaunch | None:
+    described = _described([*operands, out]) if activation in ACTIVATIONS else None
     if described is None:
         return None
-    if b is None:
-        described.insert(1, View())
-    return launch("pointwise", _PointwiseArgs(*described, ACTIVATIONS[activation], combine), *operands)
+    absent = [View() for _ in range(3 - len(operands))]
+    args = _PointwiseArgs(*described[:-1], *absent, described[-1], ACTIVATIONS[activation], COMBINATIONS.index(how))
+    return launch("pointwise", args, *operands, out)
 
 
 def _described(operands: Sequence[np.ndarray]) -> list[View] | None:
