@@ -32,7 +32,7 @@ from npu_runtime.cpu.backend import CPUBuffer, bind
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.kernels import bound_reference
 from npu_runtime.cpu.native import build
-from npu_runtime.cpu.torch_kernels import prepacked
+from npu_runtime.cpu.torch_kernels import TORCH_KERNELS, prepacked, torch_launch
 from npu_runtime.cpu.torch_kernels.launches import on_tensors
 from npu_runtime.cpu.tuning import Choice, ChoiceTable, Tuner, machine, trials, tuner
 from npu_runtime.hardware import Launch, Operand
@@ -678,3 +678,23 @@ def test_no_tune_is_for_the_cpu(tmp_path: Path) -> None:
 def test_bind_and_operand_agree() -> None:
     x = spaced(3, 4)
     assert np.array_equal(bind(operand(x, True)), x.numpy())
+
+
+@pytest.mark.parametrize(("rows", "among_native", "threads"), [(64, True, 1), (64, False, 2), (1 << 16, True, 2)])
+def test_among_native_kernels_pytorch_wakes_its_threads_for_long_work_alone(
+    rows: int, among_native: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(2)
+    seen: list[int] = []
+
+    def observed(inputs: Any, outputs: Any, params: Any) -> None:
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setitem(TORCH_KERNELS, "softmax_kernel", observed)
+    operands = [operand(torch.zeros(rows, 64), False) for _ in range(2)]
+    views = [each.view for each in operands]
+    call = KernelCall("softmax_kernel", "", (views[0],), (views[1],), {"scale": 1.0}, "weights")
+    launch = torch_launch(BoundCall(call, [bind(operands[0])], [bind(operands[1])], operands[:1]), among_native)
+    assert launch is not None
+    launch()
+    assert seen == [threads] and torch.get_num_threads() == 2

@@ -106,7 +106,7 @@ def test_a_launch_in_another_process_does_what_it_does_here(foreign: ForeignLibr
 
 def test_a_launch_must_keep_what_it_points_into(foreign: ForeignLibrary) -> None:
     x, out = torch.randn(4), torch.empty(4)
-    launch = native.add(x, x, out)
+    launch = native.combine("add", [x, x], out)
     assert launch is not None
     with pytest.raises(AssertionError, match="npu_pointwise points, at offset .*, into no array that its launch keeps"):
         foreign.launch("npu_pointwise", launch.args, (x,))
@@ -115,7 +115,7 @@ def test_a_launch_must_keep_what_it_points_into(foreign: ForeignLibrary) -> None
 def test_a_launch_leaves_neighbouring_memory_alone(foreign: ForeignLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     x, memory = torch.randn(100), torch.zeros(200)
     out, neighbour = memory.split(100)
-    launch, wait = native.add(x, x, out), foreign._numbers
+    launch, wait = native.combine("add", [x, x], out), foreign._numbers
     assert launch is not None
 
     def wait_while_another_writes(count: int) -> tuple[int, ...]:

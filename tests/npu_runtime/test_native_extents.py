@@ -24,6 +24,7 @@ from npu_runtime.cpu.arrays import BFLOAT16, address
 from npu_runtime.cpu.native import convolutions as conv
 from npu_runtime.cpu.native.bindings import NativeLaunch, pointers
 from npu_runtime.cpu.native.extents import Extent, arrays_in
+from npu_runtime.cpu.native.rows.pointwise import COMBINATIONS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
@@ -162,9 +163,23 @@ def place_of_extreme(o: Operands) -> NativeLaunch | None:
     return native.place_of_extreme(o.floats(rows, o.size()), np.zeros(rows, np.int32), o.rng.random() < 0.5)
 
 
-def sum_last(o: Operands) -> NativeLaunch | None:
+def reduce_last(o: Operands) -> NativeLaunch | None:
     x = o.floats(o.size(), o.size(), o.size()).transpose(o.rng.sample(range(3), 3))
-    return native.sum_last(x, 1, o.floats(*x.shape[:2]))
+    return native.reduce_last(o.rng.choice(("sum", "mean", "norm")), x, 1, o.floats(*x.shape[:2]))
+
+
+def combine(o: Operands) -> NativeLaunch | None:
+    shape, how = [o.size() for _ in range(3)], o.rng.choice(COMBINATIONS)
+    others = [o.floats(*(o.rng.choice((1, size)) for size in shape)) for _ in range(2)]
+    count = {"none": 0, "scale_shift": 2}.get(how, 1)
+    return native.combine(how, [o.floats(*shape), *others[:count]], o.floats(*shape))
+
+
+def group_norm(o: Operands) -> NativeLaunch | None:
+    groups = o.rng.randint(1, 3)
+    x = o.floats(o.size(), groups * o.rng.randint(1, 3), o.size(), o.size())
+    weight, bias = (o.floats(x.shape[1]) if o.rng.random() < 0.7 else None for _ in range(2))
+    return native.group_norm(x, weight, bias, groups, 1e-5, o.floats(*x.shape))
 
 
 def argsort(o: Operands) -> NativeLaunch | None:
@@ -212,7 +227,9 @@ MADE: list[Callable[[Operands], NativeLaunch | None]] = [
     index_select,
     elementwise,
     place_of_extreme,
-    sum_last,
+    reduce_last,
+    combine,
+    group_norm,
     argsort,
     gather,
     rounded_attention,
@@ -315,7 +332,15 @@ def test_pages_without_a_whole_block_or_with_more_heads_than_queries_have_no_nat
 
 BINDINGS: dict[str, Callable[[Operands], tuple[Callable[..., Any], list[np.ndarray]]]] = {
     "matmul": lambda o: (native.matmul, [o.floats(2, 5, 7), o.floats(2, 7, 9), o.floats(2, 5, 9)]),
-    "add": lambda o: (native.add, [o.floats(5, 7), o.floats(5, 7), o.floats(5, 7)]),
+    "combine": lambda o: (
+        lambda a, b, c, out: native.combine("scale_shift", [a, b, c], out),
+        [o.floats(5, 7) for _ in range(4)],
+    ),
+    "group_norm": lambda o: (
+        lambda x, weight, bias, out: native.group_norm(x, weight, bias, 2, 1e-5, out),
+        [o.floats(2, 6, 5), o.floats(6), o.floats(6), o.floats(2, 6, 5)],
+    ),
+    "reduce_last": lambda o: (lambda x, out: native.reduce_last("norm", x, 1, out), [o.floats(5, 7), o.floats(5)]),
     "rope": lambda o: (
         native.rope,
         [o.floats(2, 3, 5, 8), o.floats(1, 1, 5, 8), o.floats(1, 1, 5, 8), o.floats(2, 3, 5, 8)],

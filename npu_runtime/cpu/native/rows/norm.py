@@ -80,9 +80,11 @@ def group_norm(
     vectors = [t for t in (weight, bias) if t is not None]
     if not available() or x.size == 0 or any(t.dtype not in DTYPES for t in (x, out, *vectors)):
         return None
-    if out.shape != x.shape or not all(t.flags.c_contiguous for t in (x, out, *vectors)):
-        return None
     images, channels = x.shape[:2]
+    if out.shape != x.shape or channels % groups or any(t.shape != (channels,) for t in vectors):
+        return None
+    if not all(t.flags.c_contiguous for t in (x, out, *vectors)):
+        return None
     statistics = np.empty((images * channels, 2), np.float32)
     planes, out_planes = (t.reshape(images * channels, -1) for t in (x, out))
     operands = (operand(t) for t in (planes, weight, bias, statistics, out_planes))
