@@ -1,6 +1,7 @@
 """The CPU device against PyTorch, ONNX Runtime, OpenVINO and llama.cpp: SmolLM2-135M and eight networks.
 
     python -m benchmarks.cpu [--only decode,bert] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
+    python -m benchmarks.cpu --only densenet121,transformers.swinv2 | --draw SEED [--count 8]   other models
     python -m benchmarks.cpu --profile bert [--dtype float32]
     python -m benchmarks.cpu --pages-from docs/measurements/cpu-*.json --document docs/measurements/cpu.md
 
@@ -77,7 +78,9 @@ def run_all(arguments: argparse.Namespace, only: set[str], earlier: Run | None, 
     console.print(run.machine)
     merged = earlier.merged(run) if earlier else run  # before measuring, so that another machine's are refused at once
     language = [task for task in LANGUAGE_TASKS if task in only]
-    networks = [(task, batch) for task in NETWORK_TASKS if task in only for batch in arguments.batch]
+    others = sorted(only - {*LANGUAGE_TASKS, *QUANTIZED_TASKS, *NETWORK_TASKS})
+    chosen = [*(task for task in NETWORK_TASKS if task in only), *others]
+    networks = [(task, batch) for task in chosen for batch in arguments.batch]
     jobs: list[tuple[Any, ...]] = [(measure_language_model, language)] if language else []
     jobs += [(measure_quantized, task) for task in QUANTIZED_TASKS if task in only]
     jobs += [(measure_network, task, batch) for task, batch in networks]
@@ -104,7 +107,13 @@ def batches(text: str) -> list[int]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--only", default=",".join(TASKS), help="comma-separated tasks (default: %(default)s)")
+    add(
+        "--only",
+        default=",".join(TASKS),
+        help="comma-separated tasks, names of timm's models and transformers.MODEL_TYPE (default: %(default)s)",
+    )
+    add("--draw", type=int, metavar="SEED", help="measure models of timm and transformers drawn at random instead")
+    add("--count", type=int, default=8, help="models to draw from each (default: %(default)s)")
     add("--contenders", default="", help="comma-separated beginnings of contenders' names (default: all)")
     add(
         "--batch",
@@ -120,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--merge", action="store_true", help="keep the other results in the file")
     add(
         "--profile",
-        choices=(*LANGUAGE_TASKS, *NETWORK_TASKS),
+        metavar="TASK",
         help="print the time of each distinct kernel call of ours, and measure nothing else",
     )
     add("--dtype", default="bfloat16", help="compute dtype to profile (default: %(default)s)")
@@ -130,12 +139,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _is_model(name: str) -> bool:
+    """Whether a name is that of a model of timm or transformers, as far as they are installed."""
+    from benchmarks.draws import model_names
+
+    return name in model_names()
+
+
 def main() -> int:
     parser, console = make_parser(), Console()
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
-    if unknown := only - set(TASKS):
-        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}")
+    if arguments.draw is not None:
+        from benchmarks.draws import LIBRARIES, drawn
+
+        only = {name for library in LIBRARIES for name in drawn(library, arguments.draw, arguments.count)}
+    if unknown := {name for name in only - set(TASKS) if not _is_model(name)}:
+        parser.error(
+            f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}, timm's models and "
+            "transformers.MODEL_TYPE"
+        )
     try:
         limit_threads(arguments.threads)
     except ValueError as error:

@@ -16,7 +16,7 @@ from benchmarks.cpu import llm as cpu_llm
 from benchmarks.cpu.contender import Array, Factory, prepare
 from benchmarks.cpu.llm import LanguageContenders
 from benchmarks.cpu.machine import Floor, Rates
-from benchmarks.cpu.models import NETWORKS
+from benchmarks.cpu.models import network_of
 from benchmarks.cpu.network import NetworkContenders
 from benchmarks.cpu.quantized import QuantizedContenders
 from benchmarks.figures import Figure
@@ -84,7 +84,7 @@ def measure_quantized(task: str, settings: Settings, rates: Rates) -> list[Figur
 
 def measure_network(task: str, batch: int, settings: Settings, rates: Rates) -> list[Figure]:
     start_libraries(settings.threads)
-    network = NETWORKS[task]
+    network = network_of(task)
     with tempfile.TemporaryDirectory() as folder:
         contenders = NetworkContenders(network.build(), network.inputs(batch), settings.threads, Path(folder))
         ms, errors = _times_and_errors(contenders.factories(), contenders.reference(), settings)

@@ -143,3 +143,19 @@ NETWORKS = {
     "regnety": Network("RegNetY-1.6GF", _regnety, _images),
     "convnext": Network("ConvNeXt-T", _convnext, _images),
 }
+
+
+def network_of(name: str) -> Network:
+    """Return the network of this name, or one with random weights for a model of timm or transformers.MODEL_TYPE.
+
+    Raises:
+        ValueError: the model type accepts no input that the rules give.
+        RuntimeError: timm has no such model.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name]
+    from benchmarks.draws import entry_of
+    from benchmarks.zoo import seeded
+
+    entry = entry_of(name)
+    return Network(entry.title, lambda: seeded(entry), lambda batch: entry.inputs(batch, seed=0)[0])

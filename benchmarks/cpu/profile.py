@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.cpu.llm import CASES, PROMPT, LanguageContenders
 from benchmarks.cpu.measure import start_libraries
-from benchmarks.cpu.models import NETWORKS
+from benchmarks.cpu.models import network_of
 from benchmarks.cpu.network import NetworkContenders
 from npu_runtime import Device, Executor, NPUBuffer, Profiler, load_weights
 
@@ -33,7 +33,8 @@ def profile(task: str, batch: int, dtype: str, threads: int) -> str:
             program, state = language.program(task, dtype), language.weights(dtype)
             values: dict[str, Any] = {"position": [PROMPT], "positions": range(PROMPT), "last": [PROMPT - 1]}
         else:
-            network = NetworkContenders(NETWORKS[task].build(), NETWORKS[task].inputs(batch), threads, Path(folder))
+            measured = network_of(task)
+            network = NetworkContenders(measured.build(), measured.inputs(batch), threads, Path(folder))
             program, state = network.program(dtype), network.state()
             values = {program.input_specs[0].name: network.x.numpy()}
         return _report(program, call_seconds(program, state, values))
@@ -71,7 +72,9 @@ def _report(program: CompiledProgram, seconds: Sequence[float]) -> str:
     ]
     for key in sorted(groups, key=lambda key: -spent[key]):
         calls, time = [program.kernels[index] for index in groups[key]], spent[key]
-        flops, moved = (sum(getattr(call, name) for call in calls) / time / 1e9 for name in ("flops", "bytes_moved"))
+        flops, moved = (
+            sum(getattr(call, name) for call in calls) / max(time, 1e-9) / 1e9 for name in ("flops", "bytes_moved")
+        )
         figures = f"{1e3 * time:9.3f} {time / whole:6.1%} {len(calls):5} {flops:8.1f} {moved:6.1f}"
         lines.append(f"{figures}  {key[0]:28} {key[1]}")
     return "\n".join(lines)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 import npu_compiler
-from benchmarks.cuda.draws import LIBRARIES, drawn, entry_of
 from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
-from benchmarks.cuda.zoo import ENTRIES, seeded
+from benchmarks.draws import LIBRARIES, drawn, entry_of
 from benchmarks.peers import compiled
+from benchmarks.zoo import ENTRIES, seeded
 from cuda_runtime import CUDABackend
 from npu_runtime import Executor, NPUBuffer, load_weights
 from npu_runtime.cache_folder import cache_folder

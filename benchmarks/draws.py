@@ -1,4 +1,4 @@
-"""Models of timm and transformers that nobody chose: `drawn` takes them at random, of different families."""
+"""Models of timm and transformers by name, and drawn at random, of different families."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda.zoo import ENTRIES, TOKENS, Entry, Only, timm_model
+from benchmarks.zoo import ENTRIES, TOKENS, Entry, Only, timm_model
 
 LIBRARIES = ("timm", "transformers")
 PREFIX = "transformers."  # of the names of model types, which are names of models of timm too
@@ -32,6 +33,20 @@ def entry_of(name: str) -> Entry:
     if name.startswith(PREFIX):
         return _transformers_entry(name)
     return Entry(name, timm_model(name), (_described(name).default_cfg["input_size"],), 16)
+
+
+def model_names() -> set[str]:
+    """Return the names that `entry_of` knows besides those of entries, of the libraries that are installed."""
+    names: set[str] = set()
+    if find_spec("timm"):
+        import timm
+
+        names |= set(timm.list_models())
+    if find_spec("transformers"):
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+        names |= {PREFIX + model_type for model_type in MODEL_MAPPING_NAMES}
+    return names
 
 
 def drawn(library: str, seed: int, count: int) -> list[str]:

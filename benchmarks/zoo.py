@@ -1,4 +1,4 @@
-"""The models of `benchmarks.cuda.models`: configurations of transformers and timm, and a block of a diffusion UNet."""
+"""Models of the benchmarks: configurations of transformers and timm, and parts of diffusion models."""
 
 from __future__ import annotations
 
