@@ -269,7 +269,7 @@ def absorb_scales(graph: IRGraph) -> IRGraph:
                 scaled[node.name] = replace(node, attrs={**node.attrs, "scale": scale})
     if not renamed:
         return graph
-    nodes = (scaled.get(node.name, node) for node in graph.nodes if node.outputs[0] not in renamed)
+    nodes = (scaled.get(node.name, node) for node in graph.nodes if renamed.keys().isdisjoint(node.outputs))
     return replace(graph, nodes=[node.rename_inputs(renamed) for node in nodes])
 
 
