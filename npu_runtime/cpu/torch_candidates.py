@@ -1,14 +1,11 @@
-"""PyTorch's kernels as candidates, listed without PyTorch: it is imported when one of them is made for a call.
-
-After their work PyTorch's threads keep spinning for some milliseconds, beside the native kernels that follow. Among
-these, PyTorch's kernels therefore run on the calling thread alone unless they take long.
-"""
+"""PyTorch's kernels as candidates, listed without PyTorch: it is imported when one of them is made for a call."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
+from npu_runtime.cpu.one_thread import takes_one_thread
 from npu_runtime.hardware import Launch
 from npu_runtime.pytorch import find_torch
 
@@ -25,22 +22,6 @@ _ROWS = (
     (("batched_matmul_kernel", "max_pool2d_kernel", "avg_pool2d_kernel"), (("torch", "unprepared"),)),
 )
 _MAKERS = {kernel: makers for kernels, makers in _ROWS for kernel in kernels}
-
-
-# What one thread does in a second at the least, of element-wise work and in products.
-_ELEMENTS_PER_SECOND, _FLOPS_PER_SECOND = 1.5e9, 2e10
-_SHORT = 2e-3  # seconds: about as much as spinning threads take from two native ones
-
-
-def takes_one_thread(call: ArrayCall, among_native: bool) -> bool:
-    """Whether PyTorch's kernel for a call should run on the calling thread alone.
-
-    Args:
-        among_native: Whether native kernels run before and after it.
-    """
-    elements = sum(x.size for x in (*call.inputs, *call.outputs))
-    seconds = elements / _ELEMENTS_PER_SECOND + call.call.flops / _FLOPS_PER_SECOND
-    return among_native and seconds <= _SHORT
 
 
 def torch_candidates(call: ArrayCall, among_native: bool) -> list[Candidate]:

@@ -295,6 +295,12 @@ CASES = {
     "attention-autoencoder": Case(
         "attention", op("npu.attention"), function(pixels_of_an_autoencoder), ((2, 8, 5), (2, 8, 6), (2, 8, 6))
     ),
+    "attention-scales": Case(
+        "attention_scales",
+        op("aten.scaled_dot_product_attention", scale=0.75),
+        function(lambda q, k, v: F.scaled_dot_product_attention(q * 0.5, k * 3.0, v, scale=0.5)),
+        (HEADS, HEADS, HEADS),
+    ),
     "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
     "rope": Case("rope", op("npu.rope"), function(apply_rotary_pos_emb), (HEADS, KV, (2, 5, 8), (2, 5, 8)), 2),
@@ -336,6 +342,7 @@ CASES = {
         function(lambda x, y: (F.hardtanh(y, -0.5, 0.5) + 1) * F.silu(x.clamp(max=0.5))),
         (ROWS, ROWS),
     ),
+    "quick-gelu": Case("quick_gelu", op("aten.silu"), function(ACT2FN["quick_gelu"]), (ROWS,)),
     "silu-mul": Case("gated_activation", op("npu.silu_mul"), function(lambda x, y: F.silu(x) * y), (ROWS, ROWS)),
     "geglu": Case("gated_activation", op("npu.gelu_mul"), function(lambda x, y: F.gelu(x) * y), (ROWS, ROWS)),
     "geglu-tanh": Case(

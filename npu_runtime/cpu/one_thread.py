@@ -1,0 +1,24 @@
+"""The rule for which of PyTorch's kernels run on the calling thread alone.
+
+After their work PyTorch's threads keep spinning for some milliseconds, beside the native kernels that follow. Among
+these, PyTorch's kernels therefore wake no threads unless they take long.
+"""
+
+from __future__ import annotations
+
+from npu_runtime.cpu.bound_call import ArrayCall
+
+# What one thread does in a second at the least, of element-wise work and in products.
+_ELEMENTS_PER_SECOND, _FLOPS_PER_SECOND = 1.5e9, 2e10
+_SHORT = 2e-3  # seconds: about as much as spinning threads take from two native ones
+
+
+def takes_one_thread(call: ArrayCall, among_native: bool) -> bool:
+    """Whether PyTorch's kernel for a call should run on the calling thread alone.
+
+    Args:
+        among_native: Whether native kernels run before and after it.
+    """
+    elements = sum(x.size for x in (*call.inputs, *call.outputs))
+    seconds = elements / _ELEMENTS_PER_SECOND + call.call.flops / _FLOPS_PER_SECOND
+    return among_native and seconds <= _SHORT
