@@ -18,7 +18,8 @@ from benchmarks.zoo import ENTRIES, TOKENS, Entry, Only, timm_model
 
 LIBRARIES = ("timm", "transformers")
 PREFIX = "transformers."  # of the names of model types, which are names of models of timm too
-MOST_PARAMETERS, LARGEST_IMAGE = 130_000_000, 256
+MOST_PARAMETERS = {"timm": 100_000_000, "transformers": 130_000_000}
+LARGEST_IMAGE = 256  # pixels of a side
 SEQUENCE, SAMPLES, FRAMES = 128, 80_000, 1024  # tokens, samples of 5 s, and frames of a spectrogram
 
 
@@ -69,7 +70,7 @@ def _drawn_timm(random: Random) -> Iterator[str]:
                 model = _described(name)
             except RuntimeError:  # its constructor reads values, which tensors without memory lack
                 continue
-            if max(model.default_cfg["input_size"]) <= LARGEST_IMAGE and _size(model) <= 1e8:
+            if max(model.default_cfg["input_size"]) <= LARGEST_IMAGE and _size(model) <= MOST_PARAMETERS["timm"]:
                 yield name
                 break
 
@@ -92,7 +93,7 @@ def _drawn_transformers(random: Random) -> Iterator[str]:
         try:
             with torch.device("meta"):
                 model = _model(model_type)
-            if _size(model) > MOST_PARAMETERS:
+            if _size(model) > MOST_PARAMETERS["transformers"]:
                 continue
             family = Counter(type(each).__name__ for each in model.modules() if not list(each.children()))
             if family not in families:

@@ -45,9 +45,9 @@ def generate_execution_plan(
     ctx = lower_graph(graph, target)
     donations = ctx.donations
     output_views = _own_outputs(ctx, donations)
-    output_buffers = {view.buffer for view in output_views.values()} - set(donations.values())
-    read_later = {view.buffer for view in output_views.values()}.union(graph.inputs, graph.weights, graph.constants)
-    ctx.calls = _without_unread(ctx.calls, read_later)
+    written = {view.buffer for view in output_views.values()}
+    output_buffers = written - set(donations.values())
+    ctx.calls = _without_unread(ctx.calls, written.union(graph.inputs, graph.weights, graph.constants))
     prologue, calls = _hoist_constant_calls(ctx, graph, output_buffers)
     prologue_buffers = {view.buffer for call in prologue for view in call.outputs}
     buffers: dict[str, BufferAllocation] = {}

@@ -139,11 +139,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_model(name: str) -> bool:
-    """Whether a name is that of a model of timm or transformers, as far as they are installed."""
-    from benchmarks.draws import model_names
+def unknown_tasks(names: set[str], tasks: tuple[str, ...]) -> set[str]:
+    """Return the names that are none of the tasks and no model of timm or transformers that is installed."""
+    unknown = names.difference(tasks)
+    if unknown:
+        from benchmarks.draws import model_names
 
-    return name in model_names()
+        unknown -= model_names()
+    return unknown
 
 
 def main() -> int:
@@ -154,11 +157,11 @@ def main() -> int:
         from benchmarks.draws import LIBRARIES, drawn
 
         only = {name for library in LIBRARIES for name in drawn(library, arguments.draw, arguments.count)}
-    if unknown := {name for name in only - set(TASKS) if not _is_model(name)}:
-        parser.error(
-            f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}, timm's models and "
-            "transformers.MODEL_TYPE"
-        )
+    names = {arguments.profile} if arguments.profile else only
+    tasks = (*LANGUAGE_TASKS, *NETWORK_TASKS) if arguments.profile else TASKS
+    if unknown := unknown_tasks(names, tasks):
+        known = f"{', '.join(tasks)}, timm's models and transformers.MODEL_TYPE"
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {known}")
     try:
         limit_threads(arguments.threads)
     except ValueError as error:

@@ -114,14 +114,6 @@ def _rewrite_add_relu(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("npu.add_relu", match, (match.tensors["x"], match.tensors["y"]))
 
 
-SILU = Fusion("silu", (mul(x, P("aten.sigmoid", (x,))),), rewrite_unary("aten.silu.default"))
-GELU = Fusion("gelu", _gelu_patterns(), rewrite_unary("aten.gelu.default"))
-GELU_TANH = Fusion("gelu_tanh", _gelu_tanh_patterns(), rewrite_unary("aten.gelu.default", approximate="tanh"))
-CLAMPED_GATE = Fusion("clamped_gate", (_clamped_gate_pattern(),), _rewrite_clamped_gate)
-GATED_ACTIVATION = Fusion("gated_activation", (mul(_gate, y),), _rewrite_gated)
-ADD_RELU = Fusion("add_relu", (P("aten.relu", (add(x, y),)),), _rewrite_add_relu)
-
-
 def _rewrite_quick_gelu(match: Match, rewriter: Rewriter) -> OpNode | None:
     gate, alpha = match.tensors["x"], match.scalars["alpha"]
     if not 0.1 <= abs(alpha) <= 10 or not is_float(rewriter.tensors[gate].dtype):
@@ -132,5 +124,11 @@ def _rewrite_quick_gelu(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("aten.mul.Tensor", match, (gated,), other=1 / alpha)
 
 
+SILU = Fusion("silu", (mul(x, P("aten.sigmoid", (x,))),), rewrite_unary("aten.silu.default"))
+GELU = Fusion("gelu", _gelu_patterns(), rewrite_unary("aten.gelu.default"))
+GELU_TANH = Fusion("gelu_tanh", _gelu_tanh_patterns(), rewrite_unary("aten.gelu.default", approximate="tanh"))
+CLAMPED_GATE = Fusion("clamped_gate", (_clamped_gate_pattern(),), _rewrite_clamped_gate)
+GATED_ACTIVATION = Fusion("gated_activation", (mul(_gate, y),), _rewrite_gated)
+ADD_RELU = Fusion("add_relu", (P("aten.relu", (add(x, y),)),), _rewrite_add_relu)
 # x · sigmoid(alpha · x), which reads x twice, becomes a chain, which can be the epilogue of a product.
 QUICK_GELU = Fusion("quick_gelu", (mul(x, P("aten.sigmoid", (mul(x, Num("alpha")),))),), _rewrite_quick_gelu)

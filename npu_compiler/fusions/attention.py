@@ -37,8 +37,6 @@ ATTENTION_OPS = frozenset({"aten.scaled_dot_product_attention", "npu.attention"}
 _PRODUCTS = "aten.matmul aten.bmm"
 _MOST_TERMS = 3  # biases and masks
 _SWAP = {"dim0": -2, "dim1": -1}
-_MOST_TERMS = 3  # biases and masks
-_SWAP = {"dim0": -2, "dim1": -1}
 
 
 def _capped(scores: Pattern) -> P:
@@ -164,7 +162,7 @@ def _by_heads(operands: tuple[str, ...], rewriter: Rewriter) -> tuple[str, ...] 
 
     The reshape would often be a copy, and attention reads heads where they lie.
     """
-    producers, specs = rewriter.graph.producers(), rewriter.tensors
+    producers, specs = rewriter.producers, rewriter.tensors
     added = {out: node for node in rewriter.added for out in node.outputs}
 
     def apart(name: str) -> str | None:

@@ -5,7 +5,7 @@ The other files here hold the patterns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -214,11 +214,13 @@ class Rewriter:
     """The nodes, tensors and weights that a rewrite function adds to the graph besides the fused node.
 
     Attributes:
+        producers: Tensor → the node of the graph that makes it.
         shared: The nodes that rewrites of other matches added, by what they compute: equal ones are added once.
     """
 
     graph: IRGraph
     tensors: dict[str, TensorSpec]
+    producers: Mapping[str, OpNode]
     added: list[OpNode] = field(default_factory=list)
     shared: dict[tuple[object, ...], OpNode] = field(default_factory=dict)
 
@@ -281,7 +283,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
             match = matcher.match(pattern, node)
             if match is None or any(name in consumed for name in match.nodes) or (rounds and _widens(match, graph)):
                 continue
-            rewriter = Rewriter(graph, tensors, shared=shared)
+            rewriter = Rewriter(graph, tensors, matcher.producers, shared=shared)
             fused = fusion.rewrite(match, rewriter)
             if fused is not None and all(map(supports, (*rewriter.added, fused))):
                 replaced[node.name] = [*rewriter.added, fused]

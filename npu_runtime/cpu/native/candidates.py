@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from npu_compiler.program.elementwise import ACTIVATION_OF, GATES
+from npu_compiler.program.elementwise import ACTIVATION_OF, GATES, as_float32
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
@@ -20,7 +20,7 @@ from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
 Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
 _ACCELERATORS: dict[str, Accelerator] = {}
-# Element-wise op → what `native.combine` calls it, and its operands.
+# Element-wise op → what `native.combine` calls it, and its number of operands.
 _COMBINED = {
     "add": ("add", 2),
     "mul": ("multiply", 2),
@@ -292,7 +292,7 @@ def _combined(call: ArrayCall) -> NativeLaunch | None:
 
 @_accelerates("leaky_relu")
 def _leaky_relu(call: ArrayCall) -> NativeLaunch | None:
-    slope = np.array(call.params["negative_slope"], np.float32)
+    slope = np.array(as_float32(call.params["negative_slope"]), np.float32)
     return native.combine("scale_below_zero", [*call.inputs, slope], call.out)
 
 
@@ -301,7 +301,7 @@ def _clamp_min(call: ArrayCall) -> NativeLaunch | None:
     value, low = call.params["scalars"]
     if value is not None or low is None or math.isnan(low):
         return None
-    return native.combine("at_least", [*call.inputs, np.array(low, np.float32)], call.out)
+    return native.combine("at_least", [*call.inputs, np.array(as_float32(low), np.float32)], call.out)
 
 
 @_accelerates(*ACTIVATION_OF)
