@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
-from npu_runtime.cpu.one_thread import takes_one_thread
+from npu_runtime.cpu.spinning_threads import takes_one_thread
 from npu_runtime.hardware import Launch
 from npu_runtime.pytorch import find_torch
 

@@ -8,7 +8,7 @@ import torch
 
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, reporting
-from npu_runtime.cpu.one_thread import takes_one_thread
+from npu_runtime.cpu.spinning_threads import takes_one_thread
 from npu_runtime.cpu.torch_kernels.elementwise import elementwise_by_torch
 from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS, Kernel
 from npu_runtime.hardware import Launch

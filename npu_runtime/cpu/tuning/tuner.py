@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 
 from npu_runtime.background import background_work
 from npu_runtime.cpu.arrays import strides_of
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
+from npu_runtime.cpu.spinning_threads import spinning_seconds
 from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
 from npu_runtime.cpu.tuning.trials import best_of, measure, stand_in
 from npu_runtime.hardware import Launch
@@ -22,9 +22,6 @@ _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 5e10, 2e10
 _SHORT = 20e-6  # seconds
 # Another candidate than those before it has to be this much faster.
 _MARGIN = 0.1
-# After their work PyTorch's threads spin for some milliseconds, beside the native kernels that follow: on two cores
-# 8 ms of these took 4 ms longer.
-_SPINNING = 4e-3  # seconds
 
 
 class Tuner:
@@ -75,8 +72,8 @@ class Tuner:
         if not working:
             return None
         tried = [candidate for candidate in candidates if candidate.name in working]
-        switching = _switching_seconds()
-        chosen = best_of(working, _MARGIN, {x.name: switching for x in tried if x.leaves_threads})
+        lost = spinning_seconds()
+        chosen = best_of(working, _MARGIN, {x.name: lost for x in tried if x.leaves_threads})
         if times.agree:
             spreads = {name: value for name, value in times.spreads.items() if name in working}
             self._table.keep(key, Choice(chosen, _microseconds(working), _microseconds(spreads)))
@@ -85,11 +82,6 @@ class Tuner:
 
 def _microseconds(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(1e6 * value, 1) for name, value in seconds.items()}
-
-
-def _switching_seconds() -> float:
-    """Seconds that native kernels lose after one of PyTorch's, whose threads keep spinning."""
-    return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 
 def default_launch(call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
