@@ -34,8 +34,8 @@ from npu_runtime.cpu.native.rows.elementwise import elementwise
 from npu_runtime.cpu.native.rows.norm import group_norm, layer_norm, rms_norm, softmax
 from npu_runtime.cpu.native.rows.order import argsort, place_of_extreme
 from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, cast, clamped_silu_mul, combine
+from npu_runtime.cpu.native.rows.reductions import reduce_last
 from npu_runtime.cpu.native.rows.rope import rope
-from npu_runtime.cpu.native.rows.sums import reduce_last
 
 __all__ = [
     "NativeLaunch",

@@ -13,10 +13,10 @@ from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.numbers import DTYPES
 
-_REDUCTIONS = ("sum", "mean", "norm")  # `Reduction` in sums.cpp
+_REDUCTIONS = ("sum", "mean", "norm")  # `Reduction` in reductions.cpp
 
 
-class _SumArgs(ArgumentBlock):
+class _ReductionArgs(ArgumentBlock):
     _fields_ = [("x", View), ("out", View), ("reduction", ctypes.c_int64)]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
@@ -45,4 +45,4 @@ def reduce_last(reduction: str, x: np.ndarray, count: int, out: np.ndarray) -> N
     size = (*[1] * lead, *sizes)
     x_view = View(address(x), DTYPES[x.dtype], (*size, *(terms or [1])), (*[0] * lead, *steps, *(term_stride or [1])))
     out_view = View(address(out), DTYPES[out.dtype], (1, *size), (0, *[0] * lead, *out_steps))
-    return launch("sum", _SumArgs(x_view, out_view, _REDUCTIONS.index(reduction)), x, out)
+    return launch("reduce", _ReductionArgs(x_view, out_view, _REDUCTIONS.index(reduction)), x, out)

@@ -9,7 +9,7 @@ namespace {
 enum class Reduction : int64_t { sum, mean, norm };
 
 // out[1, I, J, K] = the sums, means or norms of x[I, J, K, R] along its last dimension.
-struct SumArgs {
+struct ReductionArgs {
   View x, out;
   Reduction reduction;
 };
@@ -50,7 +50,7 @@ float add_terms(const T* x, int64_t terms, int64_t stride) {
 }
 
 template <Reduction reduction>
-void reduce(const SumArgs& a) {
+void reduce_by(const ReductionArgs& a) {
   constexpr bool squares = reduction == Reduction::norm;
   const int64_t terms = a.x.size[3], stride = a.x.stride[3], step = a.x.stride[2], to_step = a.out.stride[3];
   const auto finish = [&](Vec v) __attribute__((always_inline)) {
@@ -76,15 +76,15 @@ void reduce(const SumArgs& a) {
   });
 }
 
-void sum(const SumArgs& a) {
+void reduce(const ReductionArgs& a) {
   switch (a.reduction) {
-    case Reduction::sum: return reduce<Reduction::sum>(a);
-    case Reduction::mean: return reduce<Reduction::mean>(a);
-    case Reduction::norm: return reduce<Reduction::norm>(a);
+    case Reduction::sum: return reduce_by<Reduction::sum>(a);
+    case Reduction::mean: return reduce_by<Reduction::mean>(a);
+    case Reduction::norm: return reduce_by<Reduction::norm>(a);
   }
 }
 
 }  // namespace
 }  // namespace npu
 
-NPU_KERNEL(sum, npu::SumArgs, npu::sum)
+NPU_KERNEL(reduce, npu::ReductionArgs, npu::reduce)
