@@ -121,16 +121,27 @@ int64_t lines_of(const ChannelsLastArgs& a, int64_t rows) {
   return (rows - 1) * a.stride_h + (a.kernel_h - 1) * a.dilation_h + 1;
 }
 
+// The panels of a group's outputs. Where its last two make a wide one, they are multiplied together.
+struct Panels {
+  int64_t count;
+  bool ends_wide;
+
+  Panels(int64_t outputs, bool is_direct) : count(divide_up(outputs, kPanel)) {
+    ends_wide = is_direct && count > 1 && is_wide(outputs - (count - 2) * kPanel);
+    count -= ends_wide;
+  }
+  bool wide(int64_t panel) const { return ends_wide && panel + 1 == count; }
+};
+
 // The split of a product with windows that are multiplied where they are. A task is a band of the result, some rows of an
 // image or some images, whose input stays in L2, and a part of the panels of all groups.
 struct Bands {
   int64_t images, rows, each;  // of a band, and bands of that many images
-  int64_t panels, parts;       // of a group, and of all panels
+  int64_t parts;               // of all groups' panels
   int64_t count;               // of tasks
 
-  Bands(const ChannelsLastArgs& a, int64_t pixel_bytes) : panels(divide_up(a.linear.n, kPanel)) {
+  Bands(const ChannelsLastArgs& a, int64_t all_panels, int64_t pixel_bytes) {
     const int64_t line = a.in_w * pixel_bytes, wanted = num_threads() > 1 ? 4 * num_threads() : 1;
-    const int64_t all_panels = panels * a.groups;
     const int64_t most_images = all_panels < wanted ? divide_up(a.batch, num_threads()) : a.batch;
     images = std::clamp<int64_t>(kBandBytes / (a.in_h * line), 1, most_images);
     const int64_t lines = kBandBytes / line - (a.kernel_h - 1) * a.dilation_h;
@@ -148,24 +159,25 @@ struct Bands {
 template <class T>
 struct Images {
   const T* data;
-  int64_t first_line, item_stride, row_stride, pixel_stride;
+  int64_t first_line, item_stride, row_stride, pixel_stride, group_stride;
 };
 
-// The images themselves; or a copy of the lines of some channels that the band reads, in which pixels are neighbours.
+// The images themselves; or a copy of the lines of some groups that the band reads, in which a group's pixels are neighbours.
 template <class T>
-Images<T> images_of(const ChannelsLastArgs& a, int64_t item, int64_t items, int64_t row, int64_t rows, int64_t channel,
-                    int64_t channels, T* copy) {
-  const T* x = reinterpret_cast<const T*>(a.linear.x.data) + item * a.x_batch_stride + channel;
-  if (!copy) return {x, 0, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride};
+Images<T> images_of(const ChannelsLastArgs& a, int64_t item, int64_t items, int64_t row, int64_t rows, int64_t group,
+                    int64_t groups, T* copy) {
+  const T* x = reinterpret_cast<const T*>(a.linear.x.data) + item * a.x_batch_stride + group * a.channels;
+  if (!copy) return {x, 0, a.x_batch_stride, a.x_row_stride, a.x_pixel_stride, a.channels};
   const int64_t top = row * a.stride_h - a.pad_top, first = std::clamp<int64_t>(top, 0, a.in_h);
-  const int64_t lines = std::clamp<int64_t>(top + lines_of(a, rows), first, a.in_h) - first, line = a.in_w * channels;
-  T* to = copy;
+  const int64_t lines = std::clamp<int64_t>(top + lines_of(a, rows), first, a.in_h) - first, line = a.in_w * a.channels;
+  const int64_t plane = items * lines * line;
   for (int64_t i = 0; i < items * lines; ++i) {
     const T* from = x + i / lines * a.x_batch_stride + (first + i % lines) * a.x_row_stride;
-    for (int64_t pixel = 0; pixel < a.in_w; ++pixel, from += a.x_pixel_stride, to += channels)
-      copy_elements(from, to, channels);
+    T* to = copy + i * line;
+    for (int64_t pixel = 0; pixel < a.in_w; ++pixel, from += a.x_pixel_stride, to += a.channels)
+      for (int64_t g = 0; g < groups; ++g) copy_elements(from + g * a.channels, to + g * plane, a.channels);
   }
-  return {copy, first, lines * line, line, channels};
+  return {copy, first, lines * line, line, a.channels, plane};
 }
 
 // Whether windows are multiplied where they are: pairs of channels are those of the weight, its panels stay in a near
@@ -209,10 +221,13 @@ struct PanelOfBand {
     alignas(64) float start[kWidePanel], tile[kMaxRows * kPanel];
     Range range = direct.begin(column, start, wide ? kWidePanel : kPanel);
     range.low = direct.low, range.high = direct.high;
-    const int64_t steps = a.channels / Step<T>::kWidth, taps = y.taps() * x.taps();
+    // Taps of a row whose channels are neighbours are one part of the product.
+    const bool joined = a.dilation_w == 1 && images.pixel_stride == a.channels;
+    const int64_t together = joined ? x.taps() : 1, apart = x.taps() / together, taps = y.taps() * apart;
+    const int64_t steps = together * a.channels / Step<T>::kWidth;
     const T* weight = static_cast<const T*>(layer.weight) + column * layer.k;
     for (int64_t t = 0; t < taps; ++t) {
-      const int64_t ky = t / x.taps(), kx = t % x.taps();
+      const int64_t ky = t / apart, kx = t % apart;
       const int64_t tap = (y.first_tap + ky) * a.kernel_w + x.first_tap + kx;
       parts[t].panel = weight + tap * a.channels * kPanel;
       offsets[t] = ky * a.dilation_h * images.row_stride + kx * a.dilation_w * images.pixel_stride;
@@ -253,9 +268,9 @@ template <class T>
 void convolve_in_place(const ChannelsLastArgs& a) {
   const int64_t together = std::clamp<int64_t>(kCopiedBytes / (a.channels * int64_t(sizeof(T))), 1, a.groups);
   const int64_t taps = a.kernel_h * a.kernel_w, pixel_bytes = together * a.channels * int64_t(sizeof(T));
-  const Bands bands(a, pixel_bytes);
+  const Panels panels(a.linear.n, DirectResult<T>(a.linear).out);
+  const Bands bands(a, panels.count * a.groups, pixel_bytes);
   const Finish finish = finish_for(a.linear);
-  const bool is_direct = DirectResult<T>(a.linear).out;
   const Axis rows{a.in_h, a.kernel_h, a.stride_h, a.dilation_h, a.pad_top};
   const Axis columns{a.in_w, a.kernel_w, a.stride_w, a.dilation_w, a.pad_left};
   const int64_t table_bytes = round_up(taps * (sizeof(Part<T>) + sizeof(int64_t)) +
@@ -275,24 +290,22 @@ void convolve_in_place(const ChannelsLastArgs& a) {
       const int64_t item = band / bands.each * bands.images, items = std::min(bands.images, a.batch - item);
       const int64_t row = band % bands.each * bands.rows, row_count = std::min(bands.rows, a.out_h - row);
       const Stretch* end_of_ys = rows.split(row, row + row_count, ys);
-      const int64_t first = a.groups * bands.panels * part / bands.parts;
-      const int64_t last = a.groups * bands.panels * (part + 1) / bands.parts;
+      const int64_t first = a.groups * panels.count * part / bands.parts;
+      const int64_t last = a.groups * panels.count * (part + 1) / bands.parts;
       Images<T> images;
       int64_t ready = 0, first_group = 0;
       for (int64_t p = first; p < last; ++p) {
-        const int64_t group = p / bands.panels;
+        const int64_t group = p / panels.count, panel = p % panels.count;
         if (group >= ready) {
-          const int64_t copied = std::min(together, divide_up(last, bands.panels) - group);
+          const int64_t copied = std::min(together, divide_up(last, panels.count) - group);
           first_group = group, ready = group + copied;
-          images = images_of(a, item, items, row, row_count, group * a.channels, copied * a.channels, copy);
+          images = images_of(a, item, items, row, row_count, group, copied, copy);
         }
-        const int64_t column = p % bands.panels * kPanel;
-        const bool wide = is_direct && p + 1 < last && is_wide(a.linear.n - column);
-        const PanelOfBand<T> panel{a, rows, columns, images, images.data + (group - first_group) * a.channels,
-                                   item * a.out_h * a.out_w, items, group, column, wide, finish, parts, offsets};
+        const PanelOfBand<T> results{a, rows, columns, images, images.data + (group - first_group) * images.group_stride,
+                                     item * a.out_h * a.out_w, items, group, panel * kPanel, panels.wide(panel), finish,
+                                     parts, offsets};
         for (const Stretch* y = ys; y < end_of_ys; ++y)
-          for (const Stretch* x = xs; x < end_of_xs; ++x) panel.multiply(*y, *x);
-        p += wide;
+          for (const Stretch* x = xs; x < end_of_xs; ++x) results.multiply(*y, *x);
       }
     }
   });

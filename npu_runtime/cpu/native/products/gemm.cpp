@@ -54,8 +54,10 @@ void multiply_rows(const Part<W>* parts, int64_t count, int64_t row_stride, int6
     Vec panel[kVecs];
     HalfVec half_panel;
 #pragma GCC unroll 3
-    for (int v = 0; v < kWhole; ++v)
-      panel[v] = once(S::load_panel((v < 2 ? w : next) + (at * kPanel + v % 2 * kLanes) * S::kWidth));
+    for (int v = 0; v < kWhole; ++v) {
+      const Vec values = S::load_panel((v < 2 ? w : next) + (at * kPanel + v % 2 * kLanes) * S::kWidth);
+      panel[v] = v < 2 ? once(values) : values;  // the third one from memory, or there are too few registers
+    }
     if constexpr (kEndsInHalf) half_panel = once(load_bits<HalfVec>(w + (at * kPanel + kWhole * kLanes) * S::kWidth));
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
