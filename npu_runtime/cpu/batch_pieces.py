@@ -2,7 +2,9 @@
 
 The images of a batch do not depend on each other: calls that follow each other, each for all images, may as well all
 run for the first images, and then all for the next ones. What they pass on takes the memory of one piece. But every
-piece reads the weights again, so a call stays whole for which these readings together are larger than its images.
+piece reads the weights again, so a call stays whole for which these readings together are larger than its images. It
+is cut all the same between calls that are, where the readings are smaller than the images that these pass on: the few
+products of squeeze-and-excite do not end a stretch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from npu_compiler.program.views import View, numel
 
 # Maximum number of pieces: preparing a program takes time for each call.
 _MOST_PIECES = 8
+# Maximum number of elements of the images around a gap that a stretch passes over, for each piece. More would not stay in
+# the caches near the cores, and smaller calls take longer.
+_NEAR = 1 << 19
 # First dimension of the operands that hold a batch, in the declarations of kernels that treat its images alike.
 _BATCH = {Family.CONV: "n", Family.POOL: "n", Family.ELEMENTWISE: "*s"}
 
@@ -40,10 +45,7 @@ def run_in_pieces(plan: ExecutionPlan, threads: int, alignment: int) -> Executio
         return plan
     calls: list[KernelCall] = []
     buffers = dict(plan.buffers)
-    for is_cut, group in groupby(
-        plan.calls, lambda call: _can_be_cut(call, batch, plan) and _is_mostly_images(call, pieces, plan)
-    ):
-        stretch = list(group)
+    for is_cut, stretch in _stretches(plan, batch, pieces):
         if not is_cut or sum(map(_is_convolution, stretch)) < 2:
             calls += stretch
             continue
@@ -77,11 +79,28 @@ def _can_be_cut(call: KernelCall, batch: int, plan: ExecutionPlan) -> bool:
     )
 
 
-def _is_mostly_images(call: KernelCall, pieces: int, plan: ExecutionPlan) -> bool:
-    """Whether a call's constants, read once for each piece, are no larger than its other operands together."""
-    views = (*call.inputs, *call.outputs)
-    constants = sum(view.numel for view in views if plan.buffers[view.buffer].is_constant)
-    return (pieces + 1) * constants <= sum(view.numel for view in views)
+def _stretches(plan: ExecutionPlan, batch: int, pieces: int) -> Iterator[tuple[bool, list[KernelCall]]]:
+    """The calls in order, in stretches; of each, whether its calls are cut."""
+
+    def is_cut(call: KernelCall) -> bool:
+        images, weights = _sizes([call], plan)
+        return _can_be_cut(call, batch, plan) and pieces * weights <= images
+
+    runs = [(cut, list(calls)) for cut, calls in groupby(plan.calls, is_cut)]
+    for index, (cut, gap) in enumerate(runs):
+        if not cut and 0 < index < len(runs) - 1 and all(_can_be_cut(call, batch, plan) for call in gap):
+            images, weights = _sizes([runs[index - 1][1][-1], *gap, runs[index + 1][1][0]], plan)
+            runs[index] = pieces * weights <= images <= pieces * _NEAR, gap
+    for cut, stretch in groupby(runs, lambda run: run[0]):
+        yield cut, [call for _, calls in stretch for call in calls]
+
+
+def _sizes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> tuple[int, int]:
+    """Number of elements of the calls' operands that are no constants, and of those that are, which each piece reads."""
+    sizes = [0, 0]
+    for view in (view for call in calls for view in (*call.inputs, *call.outputs)):
+        sizes[plan.buffers[view.buffer].is_constant] += view.numel
+    return sizes[0], sizes[1]
 
 
 def _hold_batches(call: KernelCall) -> list[bool]:

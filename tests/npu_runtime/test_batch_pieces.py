@@ -31,7 +31,10 @@ class Network(nn.Module):
         for _ in range(draw.randint(3, 7)):
             groups = draw.choice([1, 1, channels])
             self.layers.append(nn.Conv2d(channels, channels, 3, padding=1, groups=groups))
-            self.forms.append(draw.choice(["plain", "residual", "gate", "pool", "concat", "batch"]))
+            self.forms.append(draw.choice(["plain", "residual", "gate", "excite", "pool", "concat", "batch"]))
+        self.excite = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 6, 1), nn.ReLU(), nn.Conv2d(6, channels, 1), nn.Sigmoid()
+        )
         self.last = nn.Linear(channels, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,6 +44,8 @@ class Network(nn.Module):
                 y = y + x
             elif form == "gate":
                 y = y * torch.sigmoid(y.mean((2, 3), keepdim=True))
+            elif form == "excite":
+                y = y * self.excite(y)
             elif form == "pool":
                 y = nn.functional.max_pool2d(y, 3, 1, 1)
             elif form == "concat":
@@ -104,6 +109,14 @@ def test_a_single_convolution_between_calls_for_the_whole_batch_stays_whole() ->
 def test_convolutions_that_would_read_more_weights_than_images_stay_whole(size: int, pieces: int) -> None:
     cut = run_in_pieces(plan_of(4, ["plain", "plain"], size), 2, ALIGNMENT)
     assert [images for images, _, _ in convolved(cut)] == [4 // pieces] * 2 * pieces
+
+
+# The two small products read 214 weights for each piece, and images of 22 values. What counts is the image that the pooling
+# reads, the gate reads again and writes.
+@pytest.mark.parametrize(("size", "pieces"), [(14, 4), (100, 1)])
+def test_squeeze_and_excite_is_cut_where_a_piece_of_its_images_is_small(size: int, pieces: int) -> None:
+    cut = run_in_pieces(plan_of(8, ["excite", "plain"], size), 2, ALIGNMENT)
+    assert [images for images, _, _ in convolved(cut)] == [8 // pieces] * 4 * pieces
 
 
 @needs_kernels
