@@ -22,8 +22,8 @@ from npu_compiler.program.views import View, numel
 
 # Maximum number of pieces: preparing a program takes time for each call.
 _MOST_PIECES = 8
-# Maximum number of elements of the images around a gap that a stretch passes over, for each piece. More would not stay in
-# the caches near the cores, and smaller calls take longer.
+# Maximum number of elements of the images around a gap that a stretch passes over, for each piece. More would not stay
+# in the caches near the cores, and smaller calls take longer.
 _NEAR = 1 << 19
 # First dimension of the operands that hold a batch, in the declarations of kernels that treat its images alike.
 _BATCH = {Family.CONV: "n", Family.POOL: "n", Family.ELEMENTWISE: "*s"}
@@ -96,7 +96,7 @@ def _stretches(plan: ExecutionPlan, batch: int, pieces: int) -> Iterator[tuple[b
 
 
 def _sizes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> tuple[int, int]:
-    """Number of elements of the calls' operands that are no constants, and of those that are, which each piece reads."""
+    """Number of elements of the operands that are no constants, and of those that are, which each piece reads."""
     sizes = [0, 0]
     for view in (view for call in calls for view in (*call.inputs, *call.outputs)):
         sizes[plan.buffers[view.buffer].is_constant] += view.numel

@@ -111,8 +111,8 @@ def test_convolutions_that_would_read_more_weights_than_images_stay_whole(size: 
     assert [images for images, _, _ in convolved(cut)] == [4 // pieces] * 2 * pieces
 
 
-# The two small products read 214 weights for each piece, and images of 22 values. What counts is the image that the pooling
-# reads, the gate reads again and writes.
+# The two small products read 214 weights for each piece, and images of 22 values. What counts is the image that the
+# pooling reads, the gate reads again and writes.
 @pytest.mark.parametrize(("size", "pieces"), [(14, 4), (100, 1)])
 def test_squeeze_and_excite_is_cut_where_a_piece_of_its_images_is_small(size: int, pieces: int) -> None:
     cut = run_in_pieces(plan_of(8, ["excite", "plain"], size), 2, ALIGNMENT)
