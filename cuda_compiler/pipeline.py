@@ -27,6 +27,7 @@ from cuda_compiler.passes.merged_groups import merge_groups
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.packed_batches import pack_batches
+from cuda_compiler.passes.padded_terms import pad_terms
 from cuda_compiler.passes.plane_products import form_plane_products, keep_scores_in_planes
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import ROTARY_UPDATE, join_rotary_updates
@@ -83,6 +84,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("join_routing", join_routing),
         ("join_weighted_sums", join_weighted_sums),
         ("widen_heads", widen_heads),
+        ("pad_terms", pad_terms),
         ("products_as_convolutions", partial(products_as_convolutions, has_warpgroups=gpu.has_warpgroups)),
         ("round_biases", round_biases),
         ("order_operands", order_operands),

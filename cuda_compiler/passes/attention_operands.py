@@ -17,6 +17,7 @@ heads that are channels of images: `channels_last` lays them as attention can re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cuda_compiler.passes.packed_operands import copy, packing
@@ -24,7 +25,7 @@ from cuda_compiler.rules.attention import WIDEST_HEAD, suits_tensor_cores
 from cuda_compiler.rules.channel_packs import PACK
 from cuda_compiler.specialization.sizes import vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes, readers_and_writers
 from npu_compiler.program.placement import is_copy, moved_view
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
@@ -36,7 +37,7 @@ _LONG = 16  # queries, from which on products over wide heads pay
 
 def form_attention(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan with attention over padded heads, or as two products and a softmax, where tensor cores need that."""
-    formed = _Formed(dict(plan.buffers))
+    formed = _Formed(dict(plan.buffers), readers_and_writers(plan.calls)[1])
     for call in plan.calls:
         if call.kernel == _ATTENTION:
             formed.attend(call)
@@ -69,10 +70,12 @@ class _Formed:
 
     Attributes:
         buffers: The plan's buffers and new ones, by name.
+        writers: The plan's calls that write each buffer.
         calls: The calls so far.
     """
 
     buffers: dict[str, BufferAllocation]
+    writers: Mapping[str, set[int]]
     calls: list[KernelCall] = field(default_factory=list)
 
     def attend(self, call: KernelCall) -> None:
@@ -99,9 +102,19 @@ class _Formed:
 
     def _pad(self, call: KernelCall, q: View, k: View, v: View, others: list[View], out: View) -> None:
         padded = [self._padded(view, call.node) for view in (q, k, v)]
+        if self._has_room(out, width := padded[2].shape[3]):
+            result = replace(out, shape=(*out.shape[:3], width))
+            self.calls.append(replace(call, inputs=(*padded, *others), outputs=(result,)))
+            return
         result = self._by_tokens((*out.shape[:3], padded[2].shape[3]), out.dtype, f"{call.node}.heads")
         self.calls.append(replace(call, inputs=(*padded, *others), outputs=(result,)))
         self.calls.append(copy(result.slice(3, 0, out.shape[3]), out, call.node))
+
+    def _has_room(self, out: View, width: int) -> bool:
+        """Whether a result's rows lie in heads of `width` elements each, of a buffer that has no other content."""
+        heads = self.buffers[out.buffer].alloc_shape[-1] % width == 0
+        apart = out.strides[3] == 1 and not any(step % width for step in (*out.strides[:3], out.offset))
+        return heads and apart and out.shape[3] < width and len(self.writers[out.buffer]) == 1
 
     def _padded(self, view: View, node: str) -> View:
         """Heads [B, H, T, D] whose rows are whole aligned vectors: the view, or a copy with zeros at their ends."""

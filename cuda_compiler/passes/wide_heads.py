@@ -4,7 +4,8 @@ Given:  t = matmul(x: [3136, 40], w: [120, 40]);  y = attention(q, k, v: [196, 4
 Result: prologue: w' = pad(w: [12, 10, 40]), [12, 16, 40];  u' = pad(u: [40, 4, 10]), [40, 4, 16]
         t = matmul(x, w' as [192, 40]);  y = attention(q, k, v: [196, 4, 16, 16]);  z = matmul(y, u' as [40, 64])
 
-Elsewhere heads are copied (`attention_operands.py`), which takes a kernel for each operand and one for the result.
+Heads that something else makes are copied (`attention_operands.py`), which takes a kernel for each operand; the result
+is read by a product all the same. Where something else reads the result, that is copied too.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ class _Wide:
         grown, reader = growth.heads(out), self._reader(out.buffer, index, growth)
         if growth.new > _MOST_GROWTH * growth.old or grown is None or reader is None:
             return
-        if None in inputs or None in makers.values():
-            return
-        self.calls[index] = replace(call, inputs=tuple(x for x in inputs if x is not None), outputs=(grown,))
-        for at in makers.values():
-            assert at is not None
-            self.calls[at] = self._making(self.calls[at], growth)
+        whole, products = [x for x in inputs if x is not None], [at for at in makers.values() if at is not None]
+        if len(whole) == len(inputs) and len(products) == len(makers):
+            self.calls[index] = replace(call, inputs=tuple(whole), outputs=(grown,))
+            for at in products:
+                self.calls[at] = self._making(self.calls[at], growth)
+        else:  # `form_attention` copies the operands, and fills the room behind the result's heads
+            makers = {}
+            self.calls[index] = replace(call, outputs=(replace(grown, shape=out.shape),))
         self.calls[reader] = self._reading(self.calls[reader], growth)
         for name in (*makers, out.buffer):
             buffer = self.constants.buffers[name]

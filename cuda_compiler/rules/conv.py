@@ -605,9 +605,13 @@ def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCal
     (x,), (out,), fold = call.inputs, call.outputs, int(call.params["fold"])
     packs = BYTE_PACKS if itemsize(out.dtype) == 1 else (PACK,)
     pack = next(pack for pack in packs if is_packed(out, pack))
-    run = min(gcd(pack, fold), vector_width(x), 16 // itemsize(x.dtype))
-    while int(call.params["left"]) % run or x.shape[3] % run:
-        run //= 2
+    widest = 16 // itemsize(x.dtype)
+    if fold > 1:
+        run = min(gcd(pack, fold), vector_width(x), widest)
+        while int(call.params["left"]) % run or x.shape[3] % run:
+            run //= 2
+    else:
+        run = gcd(min(pack, vector_width(x.permute((0, 2, 3, 1))), widest), x.shape[1])
     return make.kernel(
         call,
         "conv/conv.cu",

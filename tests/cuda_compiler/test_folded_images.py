@@ -22,7 +22,8 @@ from npu_compiler.program.views import View, contiguous_strides
 @pytest.mark.parametrize("fold", drawn([1, 2, 3, 4, 8, 16], 1 / 2, str))
 def test_squares_of_pixels_become_channels(fold: int, seed: int, tmp_path: Path) -> None:
     draw = Random(seed)
-    images, channels, edge = draw.randint(1, 2), draw.choice([1, 3, 4, 9]), draw.choice([1, 2, 4, 8])
+    more = [12, 20, 30, 36] if fold == 1 else []
+    images, channels, edge = draw.randint(1, 2), draw.choice([1, 3, 4, 9, *more]), draw.choice([1, 2, 4, 8])
     height, width = draw.randint(1, 4) * fold + draw.choice([0, 1]), edge * draw.choice([4, 8, 12])
     shape, last = (images, channels, height, width), draw.random() < 0.3
     top, left = draw.randint(0, fold), draw.choice([0, 0, fold // 2, draw.randint(0, fold)])
@@ -30,19 +31,21 @@ def test_squares_of_pixels_become_channels(fold: int, seed: int, tmp_path: Path)
         -(-(size + before) // fold) + draw.randint(0, 1) for size, before in ((height, top), (width, left))
     )
     made = -(-channels * fold * fold // 8) * 8
-    steps = (height * width * channels, 1, width * channels, channels) if last else contiguous_strides(shape)
-    x = View("x", shape, steps, 0, "float16")
+    apart, first = (channels + draw.choice([0, 1, 2, 4]), draw.choice([0, 2, 4])) if last else (channels, 0)
+    steps = (height * width * apart, 1, width * apart, apart) if last else contiguous_strides(shape)
+    x = View("x", shape, steps, first, "float16")
     out = View("out", (images, made, rows, columns), (rows * columns * made, 1, columns * made, made), 0, "float16")
     params = {"fold": fold, "top": top, "left": left, "fill": draw.choice([0, 2])}
     make = Specializer()
     calls = expand(make, packing(x, out, "packed", params))
-    buffers = {view.buffer: BufferAllocation(view.buffer, "arena", (view.numel,), "float16") for view in (x, out)}
+    size = first + images * height * width * apart
+    sizes = {"x": size, "out": out.numel}
+    buffers = {name: BufferAllocation(name, "arena", (numel,), "float16") for name, numel in sizes.items()}
     plan = ExecutionPlan([], calls, buffers, [], [], {"out": out}, {}, {}, {}, sources=make.sources)
-    values = np.random.default_rng(seed).standard_normal(x.numel).astype(np.float16)
+    values = np.random.default_rng(seed).standard_normal(size).astype(np.float16)
     found = torch.from_numpy(run_on_cpu(plan, {"x": values}, tmp_path)["out"]).reshape(images, rows, columns, made)
 
-    image = torch.from_numpy(values)
-    image = image.reshape(images, height, width, channels).permute(0, 3, 1, 2) if last else image.reshape(shape)
+    image = torch.from_numpy(values).as_strided(shape, steps, first)
     padding = (left, columns * fold - width - left, top, rows * fold - height - top)
     squares = F.pixel_unshuffle(F.pad(image, padding, value=params["fill"]), fold).permute(0, 2, 3, 1)
     torch.testing.assert_close(found[..., : squares.shape[3]], squares, atol=0, rtol=0)

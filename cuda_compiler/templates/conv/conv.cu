@@ -19,6 +19,7 @@ __device__ __forceinline__ Out::type packed(X::type value) { return stored(to_fl
 // Squares of fold × fold pixels become the channels of one: channel (c * fold + a) * fold + b of pixel (i, j) is channel c of
 // pixel (i * fold + a - top, j * fold + b - left), or `fill` where that is no channel or outside. x has any strides; out has
 // its channels side by side, and a thread makes `pack` of them. Of these, `run` at a time lie side by side in x too.
+constexpr bool by_packs = fold > 1 || X::stride(1) == 1;
 constexpr unsigned CHANNELS = unsigned(X::size(1));
 constexpr unsigned SQUARE = fold * fold;
 constexpr index_t PIXELS = Out::size(2) * Out::size(3);
@@ -27,8 +28,8 @@ constexpr index_t PACKS = Out::size(1) / pack;
 WAITING_KERNEL(PACKED) {
     const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
     // Neighbouring threads have neighbours in out, or in x if its channels are planes.
-    const index_t place = fold > 1 ? thread / PACKS : thread % PIXELS + thread / (PIXELS * PACKS) * PIXELS;
-    const unsigned first_channel = unsigned(fold > 1 ? thread % PACKS : thread / PIXELS % PACKS) * pack;
+    const index_t place = by_packs ? thread / PACKS : thread % PIXELS + thread / (PIXELS * PACKS) * PIXELS;
+    const unsigned first_channel = unsigned(by_packs ? thread % PACKS : thread / PIXELS % PACKS) * pack;
     const index_t image = place / PIXELS;
     if (image >= Out::size(0)) {
         return;
