@@ -41,8 +41,9 @@ _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
 _GROUP_NORM = "groupnorm_kernel"
 _REDUCTION_KERNELS = tuple(f"{name}_kernel" for name in REDUCTIONS)
+_FILL = "fill_kernel"
 _IN_ONE_ORDER = ("pad_kernel", "flip_kernel", _GROUP_NORM)  # fastest where input and result lie in the same order
-_OF_ANY_STRIDES = (*_REDUCTION_KERNELS, *_IN_ONE_ORDER)
+_OF_ANY_STRIDES = (*_REDUCTION_KERNELS, *_IN_ONE_ORDER, _FILL)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
@@ -65,7 +66,7 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
             layout.convolve(call)
         elif call.kernel == TRANSPOSED:
             operands.calls += as_convolution(call, operands) or [call]
-        elif is_elementwise(call):
+        elif is_elementwise(call) or call.kernel == _FILL:
             operands.calls.append(in_order_of_memory(call))
         elif call.kernel == _GROUP_NORM:
             layout.normalize(call)
@@ -89,7 +90,7 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     candidates = {
         name: buffer
         for name, buffer in plan.buffers.items()
-        if buffer.kind == "arena" and len(buffer.alloc_shape) in (3, 4)
+        if buffer.kind == "arena" and len(buffer.alloc_shape) in (3, 4, 5)
     }
     unfit = {view.buffer for view in plan.output_views.values()}
     for call in plan.calls:

@@ -7,7 +7,7 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.ops.conv3d import lower_conv3d, volumes_unsupported
+from npu_compiler.ops.conv3d import MATRIX_CHANNELS, lower_conv3d, volumes_unsupported
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
@@ -112,9 +112,6 @@ declare_kernel(
     scale="2f",
     align_corners="?",
 )
-
-# Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
-MATRIX_CHANNELS = 8
 
 
 def _pair(value: Any, default: int = 1) -> list[int]:

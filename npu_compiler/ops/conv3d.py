@@ -1,4 +1,4 @@
-"""Convolutions of volumes, as matrix products with a row for each window; im2col and col2im."""
+"""Convolutions of volumes, as convolutions of their planes or, transposed, as products; im2col and col2im."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.matmul import emit_batched, emit_linear
+from npu_compiler.ops.matmul import emit_batched
 from npu_compiler.ops.reductions import reduce
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.views import MAX_RANK, Shape, View, numel
 
-MOST_UNFOLDED = 2**26  # elements of all windows
+MOST_UNFOLDED = 2**26  # elements of all windows of a transposed convolution
+MOST_GATHERED = 2**27  # elements of planes that are copied for one convolution of planes; more are copied in parts
+# Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
+MATRIX_CHANNELS = 8
 
 
 def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[int]:
@@ -43,34 +46,175 @@ def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     is_plain = node.base == "aten.convolution" and not node.attrs.get("transposed")
     if is_plain and any(node.attrs.get("output_padding") or []):
         return "output_padding on a convolution that is not transposed"
-    unfolded = numel(out) * numel(weight[2:])  # what a transposed convolution sums up
-    if not is_transposed(node):
-        unfolded = unfolded // max(out[-4], 1) * groups * weight[1]
-    return f"a convolution of volumes whose windows hold {unfolded} elements" if unfolded > MOST_UNFOLDED else None
+    if is_transposed(node) and not _puts_planes_apart(node, weight):
+        unfolded = numel(out) * numel(weight[2:])  # what is summed up
+        return f"a convolution of volumes whose windows hold {unfolded} elements" if unfolded > MOST_UNFOLDED else None
+    return None
 
 
 def is_transposed(node: OpNode) -> bool:
     return bool(node.attrs.get("transposed")) or "transpose" in node.base
 
 
-@register_op("aten.conv3d", tensors=("input", "weight", "bias"), unsupported=volumes_unsupported, one_dtype=True)
+@register_op(
+    "aten.conv3d",
+    tensors=("input", "weight", "bias"),
+    unsupported=volumes_unsupported,
+    channel_axis=lambda node: 0,
+    one_dtype=True,
+)
 def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
+    """Lower a convolution of volumes as one of planes, whose channels are those of all planes in a window's depth.
+
+    Where windows have one pixel of each plane, the pixels of a plane become the width of an image whose height is the
+    depth. The result lies in memory as these images or planes do.
+    """
     if is_transposed(node):
         lower_conv_transpose3d(ctx, node)
         return
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
-    out = ctx.output(order=(0, 2, 3, 4, 1) if x.rank == 5 else (1, 2, 3, 0))
-    x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
-    groups, dilation = node.attrs.get("groups", 1), _per_axis(node, "dilation", 1)
+    spec = ctx.spec(node.outputs[0])
+    is_single = x.rank == 4
+    x, shape = (x.unsqueeze(0), (1, *spec.shape)) if is_single else (x, spec.shape)
+    stride, dilation = _per_axis(node, "stride", 1), _per_axis(node, "dilation", 1)
     spans = [gap * (taps - 1) for gap, taps in zip(dilation, weight.shape[2:], strict=True)]
-    padded = _padded(ctx, x, _paddings(node, spans))
-    windows = _windows(padded, out.shape[2:], weight.shape[2:], _per_axis(node, "stride", 1), dilation)
-    if groups == 1:
-        rows = ctx.reshaped(windows, (numel(windows.shape[:4]), numel(windows.shape[4:])))
-        flat = ctx.reshaped(weight, (weight.shape[0], rows.shape[1]))
-        emit_linear(ctx, rows, flat, out.permute([0, 2, 3, 4, 1]), biases[0] if biases else None)
-        return
-    _emit_grouped(ctx, windows, weight, out.permute([0, 2, 3, 4, 1]), biases, groups)
+    around = _paddings(node, spans)
+    batch, channels, depth, *sizes = shape
+    pointwise = weight.shape[3:] == (1, 1) and stride[1:] == [1, 1] and not any(map(any, around[1:]))
+    convolve = _Convolution(ctx, weight, biases, node.attrs.get("groups", 1))
+    if pointwise and weight.shape[2] > 1:
+        image = ctx.reshaped(x, (*x.shape[:3], numel(x.shape[3:])))
+        out = ctx.temp((batch, channels, depth, numel(sizes)), spec.storage)
+        convolve.emit(image, weight.squeeze(4), [stride[0], 1], [around[0], (0, 0)], [dilation[0], 1], out)
+        volumes = ctx.reshaped(out, shape)
+    else:
+        taps = _Taps(depth, weight.shape[2], stride[0], dilation[0], around[0][0])
+        images = ctx.temp((batch * depth, channels, *sizes), spec.storage)
+        planes = ctx.reshaped(images, (batch, depth, channels, *sizes))
+        convolve.emit_planes(x, taps, stride[1:], around[1:], dilation[1:], planes)
+        volumes = planes.permute([0, 2, 1, 3, 4])
+    ctx.finish(volumes.select(0, 0) if is_single else volumes)
+
+
+@dataclass(frozen=True)
+class _Taps:
+    """The planes that each of a number of windows along the depth covers.
+
+    Attributes:
+        windows: Number of windows.
+        count: Number of planes in each.
+        stride: Planes from one window to the next.
+        dilation: Planes from one tap of a window to the next.
+        before: Planes of zeros before the first one.
+    """
+
+    windows: int
+    count: int
+    stride: int
+    dilation: int
+    before: int
+
+    def part(self, begin: int, end: int) -> _Taps:
+        """The windows from `begin` to `end`."""
+        return replace(self, windows=end - begin, before=self.before - begin * self.stride)
+
+    def plane(self, window: int, tap: int) -> int:
+        return window * self.stride + tap * self.dilation - self.before
+
+    def inside(self, tap: int, depth: int) -> tuple[int, int]:
+        """The first of the windows whose tap is one of `depth` planes, and the one behind the last."""
+        inside = [window for window in range(self.windows) if 0 <= self.plane(window, tap) < depth]
+        return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution of volumes that is emitted as convolutions of images.
+
+    Attributes:
+        weight: The weight [outputs, channels of a group, *taps].
+        biases: The bias, if there is one.
+    """
+
+    ctx: Lowering
+    weight: View
+    biases: Sequence[View]
+    groups: int
+
+    def emit(
+        self, x: View, weight: View, stride: list[int], around: list[tuple[int, int]], dilation: list[int], out: View
+    ) -> None:
+        """Emit a convolution of images [N, C, H, W] by a weight of four dimensions."""
+        params = {
+            "stride": stride,
+            "padding": [pad for pair in around for pad in pair],
+            "dilation": dilation,
+            "groups": self.groups,
+            "has_bias": len(self.biases),
+            "has_residual": 0,
+            "activation": "none",
+            "direct": int(out.shape[1] // self.groups < MATRIX_CHANNELS),
+        }
+        inputs = [self.ctx.inner_contiguous(x, 3), self.ctx.contiguous(weight), *map(self.ctx.contiguous, self.biases)]
+        self.ctx.emit("conv2d_kernel", inputs, [out], params, flops=2 * out.numel * numel(weight.shape[1:]))
+
+    def emit_planes(
+        self,
+        x: View,
+        taps: _Taps,
+        stride: list[int],
+        around: list[tuple[int, int]],
+        dilation: list[int],
+        out: View,
+    ) -> None:
+        """Emit the convolution of volumes [N, C, depth, H, W] into planes [N, windows, outputs, H, W]."""
+        gathered = taps.count * taps.windows * (x.numel // max(x.shape[2], 1))
+        if gathered > MOST_GATHERED and (parts := x.shape[0] if x.shape[0] > 1 else taps.windows) > 1:
+            for begin, end in ((0, parts // 2), (parts // 2, parts)):
+                if x.shape[0] > 1:
+                    part, own = x.slice(0, begin, end), taps
+                    target = out.slice(0, begin, end)
+                else:
+                    part, own, target = x, taps.part(begin, end), out.slice(1, begin, end)
+                self.emit_planes(part, own, stride, around, dilation, target)
+            return
+        planes = _planes_of_windows(self.ctx, x, taps, self.groups)
+        by_plane = self.weight.permute([0, 2, 1, 3, 4])
+        weight = self.ctx.reshaped(by_plane, (out.shape[2], planes.shape[1] // self.groups, *self.weight.shape[3:]))
+        images = out.reshape((planes.shape[0], *out.shape[2:]))
+        assert images is not None
+        self.emit(planes, weight, stride, around, dilation, images)
+
+
+def _planes_of_windows(ctx: Lowering, x: View, taps: _Taps, groups: int) -> View:
+    """The planes that windows along the depth of volumes cover: [batch · windows, groups · taps · channels, H, W].
+
+    Args:
+        x: The volumes [batch, groups · channels, depth, H, W].
+        groups: Number of groups of channels; each has all taps of its own channels.
+    """
+    batch, channels, depth, *sizes = x.shape
+    frames = x.permute([0, 2, 1, 3, 4])
+    if taps.count == 1 and taps.inside(0, depth) == (0, taps.windows):
+        first = taps.plane(0, 0)
+        covered = frames.slice(1, first, taps.plane(taps.windows - 1, 0) + 1, taps.stride)
+        return ctx.reshaped(covered, (batch * taps.windows, channels, *sizes))
+    of_group = channels // groups
+    images = ctx.temp((batch * taps.windows, groups * taps.count * of_group, *sizes), x.dtype)
+    gathered = ctx.reshaped(images, (batch, taps.windows, groups, taps.count, of_group, *sizes))
+    for tap in range(taps.count):
+        target = gathered.select(3, tap)
+        begin, end = taps.inside(tap, depth)
+        for empty in (target.slice(1, 0, begin), target.slice(1, end, taps.windows)):
+            if empty.numel:
+                ctx.emit("fill_kernel", [], [empty], {"value": 0.0, "int_value": 0})
+        if begin < end:
+            first, last = taps.plane(begin, tap), taps.plane(end - 1, tap)
+            source = frames.slice(1, first, last + 1, taps.stride)
+            split = source.reshape((batch, end - begin, groups, of_group, *sizes))
+            assert split is not None
+            ctx.copy(split, target.slice(1, begin, end))
+    return images
 
 
 @register_op(
@@ -79,6 +223,9 @@ def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
 def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
     """Lower a transposed convolution: one product per tap of the weight, summed where the taps put the results."""
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
+    if _puts_planes_apart(node, weight.shape):
+        _emit_planes_apart(ctx, node, x, weight, biases)
+        return
     out = ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
     groups, (batch, channels, *sizes) = node.attrs.get("groups", 1), x.shape
@@ -97,6 +244,41 @@ def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
     scatter.sum(ctx, by_tap.permute([1, 0, 5, 6, 7, 8, 2, 3, 4]), target)
     if biases:
         ctx.elementwise("add", [total, per_channel(biases[0], total.rank)], out)
+
+
+def _puts_planes_apart(node: OpNode, weight: Shape) -> bool:
+    """Whether each tap along the depth puts its planes of a transposed convolution's result where no other one does.
+
+    Args:
+        weight: The weight's shape.
+    """
+    stride, padding, dilation = (setting[0] for setting in _settings(node, 3))
+    ends = padding == 0 == _per_axis(node, "output_padding", 0)[0]
+    return weight[2] == stride and ends and (dilation == 1 or weight[2] == 1)
+
+
+def _emit_planes_apart(ctx: Lowering, node: OpNode, x: View, weight: View, biases: Sequence[View]) -> None:
+    """Emit a transposed convolution of planes for each tap along the depth, which makes every `taps`-th plane."""
+    spec, groups, taps = ctx.spec(node.outputs[0]), node.attrs.get("groups", 1), weight.shape[2]
+    is_single = x.rank == 4
+    x, shape = (x.unsqueeze(0), (1, *spec.shape)) if is_single else (x, spec.shape)
+    batch, channels, depth, *sizes = shape
+    planes = ctx.contiguous(_planes_of_windows(ctx, x, _Taps(x.shape[2], 1, 1, 1, 0), groups))
+    out = ctx.temp((batch * depth, channels, *sizes), spec.storage)
+    by_tap = ctx.reshaped(out, (planes.shape[0], taps, channels, *sizes))
+    settings = zip(("stride", "padding", "dilation"), _settings(node, 3), strict=True)
+    params = {
+        **{name: values[1:] for name, values in settings},
+        "output_padding": _per_axis(node, "output_padding", 0)[1:],
+        "groups": groups,
+        "has_bias": len(biases),
+    }
+    for tap in range(taps):
+        inputs = [planes, ctx.contiguous(weight.select(2, tap)), *map(ctx.contiguous, biases)]
+        flops = 2 * planes.numel * numel(inputs[1].shape[1:])
+        ctx.emit("conv_transpose2d_kernel", inputs, [by_tap.select(1, tap)], params, flops=flops)
+    volumes = ctx.reshaped(out, (batch, depth, channels, *sizes)).permute([0, 2, 1, 3, 4])
+    ctx.finish(volumes.select(0, 0) if is_single else volumes)
 
 
 @dataclass(frozen=True)
@@ -194,27 +376,6 @@ def _sum_first(ctx: Lowering, x: View, dims: int, out: View) -> None:
     assert target is not None
     shape, strides = (tuple(which[dim] for dim in kept) for which in (x.shape, x.strides))
     reduce(ctx, "sum", replace(x, shape=shape, strides=strides), list(range(dims)), target)
-
-
-def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
-    """Emit one matrix product per group of channels: that group's part of the windows by its part of the weight."""
-    places, channels, taps = windows.shape[:4], windows.shape[4] // groups, windows.shape[5:]
-    split = windows.reshape((*places, groups, channels, *taps))
-    packed = ctx.temp((groups, *places, channels, *taps), windows.dtype)
-    if split is None:
-        for group in range(groups):
-            ctx.copy(windows.slice(4, group * channels, (group + 1) * channels), packed.select(0, group))
-    else:
-        ctx.copy(split.permute([4, 0, 1, 2, 3, *range(5, split.rank)]), packed)
-    rows = ctx.reshaped(packed, (groups, numel(places), channels * numel(taps)))
-    flat = ctx.reshaped(weight, (groups, weight.shape[0] // groups, rows.shape[2]))
-    product = ctx.temp((groups, numel(places), flat.shape[1]), "float32" if biases else out.dtype)
-    emit_batched(ctx, rows, flat.transpose(1, 2), product)
-    merged = ctx.reshaped(product.permute([1, 0, 2]), out.shape)
-    if biases:
-        ctx.elementwise("add", [merged, biases[0]], out)
-    else:
-        ctx.copy(merged, out)
 
 
 def _paddings(node: OpNode, spans: list[int]) -> list[tuple[int, int]]:

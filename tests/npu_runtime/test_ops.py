@@ -1565,6 +1565,22 @@ case(
 )
 case("conv3d-input", lambda x, v: F.conv3d(x.transpose(2, 4), v) * 2, f(1, 2, 3, 4, 3), w(2, 2, 1, 2, 2), spread=1)
 case(
+    "conv3d-planes",
+    lambda x, v, c: (F.conv3d(x, v, c, (2, 1, 2), (0, 1, 1)), F.conv3d(x, v, c, 1, (1, 0, 2))),
+    f(2, 3, 5, 6, 5),
+    w(4, 3, 1, 3, 2),
+    w(4),
+    spread=1,
+)
+case(
+    "conv3d-depth",
+    lambda x, v, c: (F.conv3d(x, v, c, (2, 1, 1), (2, 0, 0), (2, 1, 1), 2), F.conv3d(x, v, c, (1, 2, 1), groups=2)),
+    f(2, 4, 7, 3, 5),
+    w(6, 2, 3, 1, 1),
+    w(6),
+    spread=1,
+)
+case(
     "conv3d-groups",
     lambda x, v, c: F.conv3d(x, v, c, (1, 2, 1), (1, 0, 2), (2, 1, 1), groups=2),
     f(2, 4, 6, 7, 5),
@@ -1589,6 +1605,17 @@ case(
 case(
     "conv_transpose3d",
     lambda x, v, c: (F.conv_transpose3d(x, v, c, 2, 1, 1), F.conv_transpose3d(x[0], v, None, dilation=(1, 2, 1))),
+    f(2, 4, 3, 4, 3),
+    w(4, 3, 2, 3, 2),
+    w(3),
+    spread=1,
+)
+case(
+    "conv_transpose3d-planes",
+    lambda x, v, c: (
+        F.conv_transpose3d(x, v, c, 2),
+        F.conv_transpose3d(x[0], v, None, (2, 1, 3), (0, 1, 0), (0, 0, 1), 1, (1, 2, 1)),
+    ),
     f(2, 4, 3, 4, 3),
     w(4, 3, 2, 3, 2),
     w(3),

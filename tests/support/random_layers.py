@@ -276,7 +276,7 @@ def depthwise_conv(d: Layer) -> Tensor:
 
 @kind
 def transposed_conv(d: Layer) -> Tensor:
-    rank, groups = d.one(1, 2, 2), d.one(1, 1, 2)
+    rank, groups = d.one(1, 2, 2, 3), d.one(1, 1, 2)
     channels, features = d.size(CHANNELS[:10]), d.size(CHANNELS[:10])
     w = window(d, rank)
     x = image(d, groups * channels, w.sizes)
