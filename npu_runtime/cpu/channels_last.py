@@ -55,15 +55,15 @@ def channels_last(plan: ExecutionPlan, pairs: bool) -> ExecutionPlan:
 
 @dataclass(frozen=True)
 class Image:
-    """A buffer that holds one tensor [N, C, H, W]."""
+    """A buffer that holds one tensor [N, C, H, W], or volumes [N, C, D, H, W]."""
 
     buffer: BufferAllocation
 
     @cached_property
     def _units(self) -> tuple[tuple[int, int, int], ...]:
-        """Size, planar stride and new stride of the dimensions N, C and H·W."""
-        batch, channels, height, width = self.buffer.alloc_shape
-        pixels = height * width
+        """Size, planar stride and new stride of the dimensions N and C, and of all pixels."""
+        batch, channels, *sizes = self.buffer.alloc_shape
+        pixels = numel(sizes)
         return (batch, channels * pixels, channels * pixels), (channels, pixels, 1), (pixels, 1, channels)
 
     def laid_out(self, view: View) -> View | None:
@@ -117,7 +117,7 @@ def _images(plan: ExecutionPlan) -> dict[str, Image]:
 
 
 def _has_pixels(shape: Sequence[int]) -> bool:
-    return len(shape) == 4 and shape[1] > 1 and shape[2] * shape[3] > 1
+    return len(shape) in (4, 5) and shape[1] > 1 and numel(shape[2:]) > 1
 
 
 def _drop(images: dict[str, Image], call: KernelCall) -> None:
