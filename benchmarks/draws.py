@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.written import WRITTEN
 from benchmarks.zoo import ENTRIES, TOKENS, Entry, Only, timm_model
 
 LIBRARIES = ("timm", "transformers")
@@ -29,8 +30,8 @@ def entry_of(name: str) -> Entry:
     Raises:
         ValueError: the model type accepts no input that the rules on names give.
     """
-    if name in ENTRIES:
-        return ENTRIES[name]
+    if entry := ENTRIES.get(name) or WRITTEN.get(name):
+        return entry
     if name.startswith(PREFIX):
         return _transformers_entry(name)
     return Entry(name, timm_model(name), (_described(name).default_cfg["input_size"],), 16)
@@ -38,7 +39,7 @@ def entry_of(name: str) -> Entry:
 
 def model_names() -> set[str]:
     """Return the names that `entry_of` knows besides those of entries, of the libraries that are installed."""
-    names: set[str] = set()
+    names = set(WRITTEN)
     if find_spec("timm"):
         import timm
 
