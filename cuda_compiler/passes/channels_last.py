@@ -27,6 +27,7 @@ from cuda_compiler.passes.packed_operands import (
     in_order_of_memory,
     is_channels_last,
 )
+from cuda_compiler.passes.padded_constants import PaddedConstants
 from cuda_compiler.passes.transposed_convolutions import TRANSPOSED, as_convolution
 from cuda_compiler.rules.channel_packs import PACK
 from cuda_compiler.rules.conv import CONSTANT_WEIGHT
@@ -235,6 +236,9 @@ class _Relaid:
         dtype = x.dtype if rounds else weight.dtype
         constant = operands.is_constant(weight)
         on_tensor_cores = x.dtype in HALF_DTYPES and not depthwise
+        spare = out.shape[1] % 2 if on_tensor_cores and residual is None and not is_channels_last(out) else 0
+        if spare and call.params["groups"] == 1 and all(operands.is_constant(w) for w in (weight, bias or weight)):
+            weight, bias = self._with_even_outputs(weight, bias)
         fold = fold_factor(call, weight, PACK) if on_tensor_cores else 1
         if fold > 1:
             call, x, weight = operands.fold(call, x, weight, dtype, fold, PACK)
@@ -248,12 +252,21 @@ class _Relaid:
         residual = operands.input(residual, residual.shape[1], call.node) if residual is not None else None
         result = out
         if not is_channels_last(out):
-            result = operands.buffer(f"{call.node}.out", out.shape, out.dtype, "arena")
+            shape = (out.shape[0], weight.shape[0], *out.shape[2:])
+            result = operands.buffer(f"{call.node}.out", shape, out.dtype, "arena")
         inputs = tuple(view for view in (x, weight, bias, residual) if view is not None)
         params = {**call.params, CONSTANT_WEIGHT: constant}
         operands.calls.append(replace(call, inputs=inputs, outputs=(result,), params=params))
         if result is not out:
-            operands.calls.append(copy(result, out, call.node))
+            operands.calls.append(copy(result.slice(1, 0, out.shape[1]), out, call.node))
+
+    def _with_even_outputs(self, weight: View, bias: View | None) -> tuple[View, View | None]:
+        """Weight and bias of a convolution with an output channel more, which the copy of its result leaves out.
+
+        Kernels store pairs of channels at least, and one that keeps windows of the image takes no odd number.
+        """
+        constants = PaddedConstants(self.operands.buffers, self.operands.prologue)
+        return constants.padded(weight, (1, 0, 0, 0)), None if bias is None else constants.padded(bias, (1,))
 
     def normalize(self, call: KernelCall) -> None:
         """Append a group norm; if its result is channels-last, its input is copied to channels-last too."""

@@ -205,15 +205,17 @@ def _planes_of_windows(ctx: Lowering, x: View, taps: _Taps, groups: int) -> View
     for tap in range(taps.count):
         target = gathered.select(3, tap)
         begin, end = taps.inside(tap, depth)
-        for empty in (target.slice(1, 0, begin), target.slice(1, end, taps.windows)):
-            if empty.numel:
-                ctx.emit("fill_kernel", [], [empty], {"value": 0.0, "int_value": 0})
-        if begin < end:
-            first, last = taps.plane(begin, tap), taps.plane(end - 1, tap)
-            source = frames.slice(1, first, last + 1, taps.stride)
-            split = source.reshape((batch, end - begin, groups, of_group, *sizes))
-            assert split is not None
-            ctx.copy(split, target.slice(1, begin, end))
+        if begin == end:
+            ctx.emit("fill_kernel", [], [target], {"value": 0.0, "int_value": 0})
+            continue
+        first, last = taps.plane(begin, tap), taps.plane(end - 1, tap)
+        source = frames.slice(1, first, last + 1, taps.stride)
+        split = source.reshape((batch, end - begin, groups, of_group, *sizes))
+        assert split is not None
+        if end - begin == taps.windows:
+            ctx.copy(split, target)
+        else:
+            _pad(ctx, split, target, [(0, 0), (begin, taps.windows - end)])
     return images
 
 
@@ -392,10 +394,15 @@ def _padded(ctx: Lowering, x: View, paddings: Sequence[tuple[int, int]], first: 
         return x
     around = [*[(0, 0)] * first, *paddings, *[(0, 0)] * (x.rank - first - len(paddings))]
     padded = ctx.temp(tuple(size + sum(pair) for size, pair in zip(x.shape, around, strict=True)), x.dtype)
-    pads = [pad for pair in reversed(around) for pad in pair]
-    params = {"mode": "constant", "pads": pads + [0] * (12 - len(pads)), "value": 0.0, "int_value": 0}
-    ctx.emit("pad_kernel", [x], [padded], params)
+    _pad(ctx, x, padded, around)
     return padded
+
+
+def _pad(ctx: Lowering, x: View, out: View, around: Sequence[tuple[int, int]]) -> None:
+    """Emit the copy of a view with zeros around its first dimensions."""
+    pads = [pad for pair in reversed([*around, *[(0, 0)] * (x.rank - len(around))]) for pad in pair]
+    params = {"mode": "constant", "pads": pads + [0] * (12 - len(pads)), "value": 0.0, "int_value": 0}
+    ctx.emit("pad_kernel", [x], [out], params)
 
 
 def _windows(x: View, places: Shape, window: Shape, stride: list[int], dilation: list[int]) -> View:
