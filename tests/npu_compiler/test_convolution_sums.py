@@ -262,6 +262,8 @@ def test_a_sum_rounded_once_is_as_near_as_its_rounded_summands(dtype: str, seed:
         model = Branches(draw, 2, alike=True)
         x = torch.randn(2, model.channels, *model.image).to(getattr(torch, dtype)).float()
         expected = exact(model, x)[0]
+        if not expected.any():  # two branches cancel each other
+            continue
         runs = [results(model, x, dtype, sums=sums)[0][0] for sums in (False, True)]
         errors.append([np.sqrt(np.mean((run - expected) ** 2) / np.mean(expected**2)) for run in runs])
     before, after = np.mean(errors, axis=0)
