@@ -168,7 +168,7 @@ class _Convolution:
         out: View,
     ) -> None:
         """Emit the convolution of volumes [N, C, depth, H, W] into planes [N, windows, outputs, H, W]."""
-        gathered = taps.count * taps.windows * (x.numel // max(x.shape[2], 1))
+        gathered = taps.count * taps.windows * (x.numel // max(x.shape[2], 1)) if taps.count > 1 else 0
         if gathered > MOST_GATHERED and (parts := x.shape[0] if x.shape[0] > 1 else taps.windows) > 1:
             for begin, end in ((0, parts // 2), (parts // 2, parts)):
                 if x.shape[0] > 1:
