@@ -7,8 +7,9 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.ops.conv3d import MATRIX_CHANNELS, lower_conv3d, volumes_unsupported
+from npu_compiler.ops.conv3d import lower_conv3d, volumes_unsupported
 from npu_compiler.ops.elementwise import per_channel
+from npu_compiler.ops.image_convolutions import emit_convolution, emit_transposed_convolution
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
 from npu_compiler.ops.windows import (
@@ -256,18 +257,7 @@ def emit_conv(
     residual = _batched(residual, weight.rank - 2) if residual is not None else None
     x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
     residual = _as_2d(residual) if residual is not None else None
-    params = {
-        **conv_window(node, weight.shape[2:], rank1),
-        "has_bias": int(bias is not None),
-        "has_residual": int(residual is not None),
-        "activation": activation,
-        "direct": int(out.shape[1] // node.attrs.get("groups", 1) < MATRIX_CHANNELS),
-    }
-    inputs = [ctx.inner_contiguous(x, 3), ctx.contiguous(weight)]
-    inputs += [ctx.contiguous(bias)] if bias is not None else []
-    inputs += [residual] if residual is not None else []
-    macs = out.numel * weight.shape[1] * weight.shape[2] * weight.shape[3]
-    ctx.emit("conv2d_kernel", inputs, [out], params, flops=2 * macs)
+    emit_convolution(ctx, x, weight, bias, out, conv_window(node, weight.shape[2:], rank1), residual, activation)
 
 
 @register_op(
@@ -279,22 +269,19 @@ def emit_conv(
     one_dtype=True,
 )
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
-    x, weight, *bias = (ctx.view(name) for name in node.inputs)
+    x, weight, *biases = (ctx.view(name) for name in node.inputs)
     rank1 = weight.rank == 3
     x, out = _batched(x, weight.rank - 2), _batched(ctx.output(), weight.rank - 2)
     attrs = node.attrs
-    params = {
+    settings = {
         "stride": _per_axis(attrs.get("stride", 1), 1, rank1),
         "padding": _per_axis(attrs.get("padding", 0), 0, rank1),
         "output_padding": _per_axis(attrs.get("output_padding", 0), 0, rank1),
         "dilation": _per_axis(attrs.get("dilation", 1), 1, rank1),
         "groups": attrs.get("groups", 1),
-        "has_bias": int(bool(bias)),
     }
-    x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
-    inputs = [ctx.contiguous(x), ctx.contiguous(weight), *(ctx.contiguous(b) for b in bias)]
-    macs = x.numel * weight.shape[1] * weight.shape[2] * weight.shape[3]
-    ctx.emit("conv_transpose2d_kernel", inputs, [out], params, flops=2 * macs)
+    bias = biases[0] if biases else None
+    emit_transposed_convolution(ctx, _as_2d(x), _as_2d(weight), bias, _as_2d(out), settings)
 
 
 def _batch_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:

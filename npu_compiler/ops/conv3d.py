@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
+from npu_compiler.ops.image_convolutions import emit_convolution, emit_transposed_convolution
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import emit_batched
 from npu_compiler.ops.reductions import reduce
@@ -17,8 +19,6 @@ from npu_compiler.program.views import MAX_RANK, Shape, View, numel
 
 MOST_UNFOLDED = 2**26  # elements of all windows of a transposed convolution
 MOST_GATHERED = 2**27  # elements of planes that are copied for one convolution of planes; more are copied in parts
-# Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
-MATRIX_CHANNELS = 8
 
 
 def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[int]:
@@ -73,27 +73,40 @@ def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
         lower_conv_transpose3d(ctx, node)
         return
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
-    spec = ctx.spec(node.outputs[0])
-    is_single = x.rank == 4
-    x, shape = (x.unsqueeze(0), (1, *spec.shape)) if is_single else (x, spec.shape)
+    x, shape = _with_batch(ctx, node, x)
+    bias, groups = biases[0] if biases else None, node.attrs.get("groups", 1)
     stride, dilation = _per_axis(node, "stride", 1), _per_axis(node, "dilation", 1)
     spans = [gap * (taps - 1) for gap, taps in zip(dilation, weight.shape[2:], strict=True)]
     around = _paddings(node, spans)
     batch, channels, depth, *sizes = shape
     pointwise = weight.shape[3:] == (1, 1) and stride[1:] == [1, 1] and not any(map(any, around[1:]))
-    convolve = _Convolution(ctx, weight, biases, node.attrs.get("groups", 1))
+    storage = ctx.spec(node.outputs[0]).storage
     if pointwise and weight.shape[2] > 1:
         image = ctx.reshaped(x, (*x.shape[:3], numel(x.shape[3:])))
-        out = ctx.temp((batch, channels, depth, numel(sizes)), spec.storage)
-        convolve.emit(image, weight.squeeze(4), [stride[0], 1], [around[0], (0, 0)], [dilation[0], 1], out)
+        out = ctx.temp((batch, channels, depth, numel(sizes)), storage)
+        settings = {"stride": [stride[0], 1], "padding": [*around[0], 0, 0], "dilation": [dilation[0], 1]}
+        emit_convolution(ctx, image, weight.squeeze(4), bias, out, {**settings, "groups": groups})
         volumes = ctx.reshaped(out, shape)
     else:
         taps = _Taps(depth, weight.shape[2], stride[0], dilation[0], around[0][0])
-        images = ctx.temp((batch * depth, channels, *sizes), spec.storage)
+        images = ctx.temp((batch * depth, channels, *sizes), storage)
         planes = ctx.reshaped(images, (batch, depth, channels, *sizes))
-        convolve.emit_planes(x, taps, stride[1:], around[1:], dilation[1:], planes)
+        padding = [pad for pair in around[1:] for pad in pair]
+        settings = {"stride": stride[1:], "padding": padding, "dilation": dilation[1:]}
+        _emit_planes(ctx, x, weight, bias, taps, {**settings, "groups": groups}, planes)
         volumes = planes.permute([0, 2, 1, 3, 4])
-    ctx.finish(volumes.select(0, 0) if is_single else volumes)
+    _finish(ctx, node, volumes)
+
+
+def _with_batch(ctx: Lowering, node: OpNode, x: View) -> tuple[View, Shape]:
+    """The volumes of a node's input and the shape of its output, both with a batch dimension, which may be missing."""
+    shape = ctx.spec(node.outputs[0]).shape
+    return (x.unsqueeze(0), (1, *shape)) if x.rank == 4 else (x, shape)
+
+
+def _finish(ctx: Lowering, node: OpNode, volumes: View) -> None:
+    """Make volumes with a batch dimension the node's output, which may lack it."""
+    ctx.finish(volumes.select(0, 0) if len(ctx.spec(node.outputs[0]).shape) == 4 else volumes)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,7 @@ class _Taps:
         return replace(self, windows=end - begin, before=self.before - begin * self.stride)
 
     def plane(self, window: int, tap: int) -> int:
+        """The number of the plane that a window's tap covers; planes of zeros are before 0 and behind the last one."""
         return window * self.stride + tap * self.dilation - self.before
 
     def inside(self, tap: int, depth: int) -> tuple[int, int]:
@@ -127,63 +141,27 @@ class _Taps:
         return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
-@dataclass(frozen=True)
-class _Convolution:
-    """A convolution of volumes that is emitted as convolutions of images.
+def _emit_planes(
+    ctx: Lowering, x: View, weight: View, bias: View | None, taps: _Taps, settings: Mapping[str, Any], out: View
+) -> None:
+    """Emit the convolution of volumes [N, C, depth, H, W] into planes [N, windows, outputs, H, W].
 
-    Attributes:
-        weight: The weight [outputs, channels of a group, *taps].
-        biases: The bias, if there is one.
+    Args:
+        settings: Those of the convolution within planes.
     """
-
-    ctx: Lowering
-    weight: View
-    biases: Sequence[View]
-    groups: int
-
-    def emit(
-        self, x: View, weight: View, stride: list[int], around: list[tuple[int, int]], dilation: list[int], out: View
-    ) -> None:
-        """Emit a convolution of images [N, C, H, W] by a weight of four dimensions."""
-        params = {
-            "stride": stride,
-            "padding": [pad for pair in around for pad in pair],
-            "dilation": dilation,
-            "groups": self.groups,
-            "has_bias": len(self.biases),
-            "has_residual": 0,
-            "activation": "none",
-            "direct": int(out.shape[1] // self.groups < MATRIX_CHANNELS),
-        }
-        inputs = [self.ctx.inner_contiguous(x, 3), self.ctx.contiguous(weight), *map(self.ctx.contiguous, self.biases)]
-        self.ctx.emit("conv2d_kernel", inputs, [out], params, flops=2 * out.numel * numel(weight.shape[1:]))
-
-    def emit_planes(
-        self,
-        x: View,
-        taps: _Taps,
-        stride: list[int],
-        around: list[tuple[int, int]],
-        dilation: list[int],
-        out: View,
-    ) -> None:
-        """Emit the convolution of volumes [N, C, depth, H, W] into planes [N, windows, outputs, H, W]."""
-        gathered = taps.count * taps.windows * (x.numel // max(x.shape[2], 1)) if taps.count > 1 else 0
-        if gathered > MOST_GATHERED and (parts := x.shape[0] if x.shape[0] > 1 else taps.windows) > 1:
-            for begin, end in ((0, parts // 2), (parts // 2, parts)):
-                if x.shape[0] > 1:
-                    part, own = x.slice(0, begin, end), taps
-                    target = out.slice(0, begin, end)
-                else:
-                    part, own, target = x, taps.part(begin, end), out.slice(1, begin, end)
-                self.emit_planes(part, own, stride, around, dilation, target)
-            return
-        planes = _planes_of_windows(self.ctx, x, taps, self.groups)
-        by_plane = self.weight.permute([0, 2, 1, 3, 4])
-        weight = self.ctx.reshaped(by_plane, (out.shape[2], planes.shape[1] // self.groups, *self.weight.shape[3:]))
-        images = out.reshape((planes.shape[0], *out.shape[2:]))
-        assert images is not None
-        self.emit(planes, weight, stride, around, dilation, images)
+    gathered = taps.count * taps.windows * (x.numel // max(x.shape[2], 1)) if taps.count > 1 else 0
+    dim = 0 if x.shape[0] > 1 else 1
+    if gathered > MOST_GATHERED and (count := out.shape[dim]) > 1:
+        for begin, end in ((0, count // 2), (count // 2, count)):
+            items, windows = (x.slice(0, begin, end), taps) if dim == 0 else (x, taps.part(begin, end))
+            _emit_planes(ctx, items, weight, bias, windows, settings, out.slice(dim, begin, end))
+        return
+    planes = _planes_of_windows(ctx, x, taps, settings["groups"])
+    by_plane = weight.permute([0, 2, 1, 3, 4])
+    of_planes = ctx.reshaped(by_plane, (out.shape[2], numel(by_plane.shape[1:3]), *weight.shape[3:]))
+    images = out.reshape((planes.shape[0], *out.shape[2:]))
+    assert images is not None
+    emit_convolution(ctx, planes, of_planes, bias, images, settings)
 
 
 def _planes_of_windows(ctx: Lowering, x: View, taps: _Taps, groups: int) -> View:
@@ -226,7 +204,7 @@ def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
     """Lower a transposed convolution: one product per tap of the weight, summed where the taps put the results."""
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
     if _puts_planes_apart(node, weight.shape):
-        _emit_planes_apart(ctx, node, x, weight, biases)
+        _emit_planes_apart(ctx, node, x, weight, biases[0] if biases else None)
         return
     out = ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
@@ -259,28 +237,20 @@ def _puts_planes_apart(node: OpNode, weight: Shape) -> bool:
     return weight[2] == stride and ends and (dilation == 1 or weight[2] == 1)
 
 
-def _emit_planes_apart(ctx: Lowering, node: OpNode, x: View, weight: View, biases: Sequence[View]) -> None:
+def _emit_planes_apart(ctx: Lowering, node: OpNode, x: View, weight: View, bias: View | None) -> None:
     """Emit a transposed convolution of planes for each tap along the depth, which makes every `taps`-th plane."""
-    spec, groups, taps = ctx.spec(node.outputs[0]), node.attrs.get("groups", 1), weight.shape[2]
-    is_single = x.rank == 4
-    x, shape = (x.unsqueeze(0), (1, *spec.shape)) if is_single else (x, spec.shape)
+    groups, taps = node.attrs.get("groups", 1), weight.shape[2]
+    x, shape = _with_batch(ctx, node, x)
     batch, channels, depth, *sizes = shape
     planes = ctx.contiguous(_planes_of_windows(ctx, x, _Taps(x.shape[2], 1, 1, 1, 0), groups))
-    out = ctx.temp((batch * depth, channels, *sizes), spec.storage)
+    out = ctx.temp((batch * depth, channels, *sizes), ctx.spec(node.outputs[0]).storage)
     by_tap = ctx.reshaped(out, (planes.shape[0], taps, channels, *sizes))
-    settings = zip(("stride", "padding", "dilation"), _settings(node, 3), strict=True)
-    params = {
-        **{name: values[1:] for name, values in settings},
-        "output_padding": _per_axis(node, "output_padding", 0)[1:],
-        "groups": groups,
-        "has_bias": len(biases),
-    }
+    stride, padding, dilation = (values[1:] for values in _settings(node, 3))
+    spare = _per_axis(node, "output_padding", 0)[1:]
+    settings = {"stride": stride, "padding": padding, "output_padding": spare, "dilation": dilation, "groups": groups}
     for tap in range(taps):
-        inputs = [planes, ctx.contiguous(weight.select(2, tap)), *map(ctx.contiguous, biases)]
-        flops = 2 * planes.numel * numel(inputs[1].shape[1:])
-        ctx.emit("conv_transpose2d_kernel", inputs, [by_tap.select(1, tap)], params, flops=flops)
-    volumes = ctx.reshaped(out, (batch, depth, channels, *sizes)).permute([0, 2, 1, 3, 4])
-    ctx.finish(volumes.select(0, 0) if is_single else volumes)
+        emit_transposed_convolution(ctx, planes, weight.select(2, tap), bias, by_tap.select(1, tap), settings)
+    _finish(ctx, node, ctx.reshaped(out, (batch, depth, channels, *sizes)).permute([0, 2, 1, 3, 4]))
 
 
 @dataclass(frozen=True)
