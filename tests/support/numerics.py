@@ -10,9 +10,8 @@ MIN_DRAWS = 8
 def assert_design6(ours: ArrayLike, ref_f32: ArrayLike, ref_16bit: ArrayLike, *, seed: object = None) -> None:
     """Assert that `ours` is as near to PyTorch in float32 as PyTorch in our 16-bit dtype is, over several draws.
 
-    All are of one shape [draws, ..., classes]. In every draw: Pearson r > 0.999 (or where the 16-bit reference is near
-    that limit itself, so far from 1 as 1.25 x its error makes it), and the same argmax along the last axis, except that
-    two candidates closer than what 16 bits cost PyTorch on this very input are a tie.
+    All are of one shape [draws, ..., classes]. In every draw: Pearson r > 0.999, and the same argmax along the last
+    axis, except that two candidates closer than what 16 bits cost PyTorch on this very input are a tie.
     Over all draws together: RMS error at most 1.25 x the 16-bit reference's. How rounding errors add up in one draw
     is luck on both sides, and differs with the kernels that PyTorch has for a machine: single draws of a small model
     give anything from 0.6 x to 1.3 x where all together give 0.9 x.
@@ -24,11 +23,10 @@ def assert_design6(ours: ArrayLike, ref_f32: ArrayLike, ref_16bit: ArrayLike, *,
     assert len(ours) >= MIN_DRAWS, f"{len(ours)} draws are too few to judge errors by; {MIN_DRAWS} are needed {where}"
     assert np.isfinite(ours).all(), f"{np.count_nonzero(~np.isfinite(ours))} values are not finite {where}"
 
-    for draw, (got, want, rounded) in enumerate(zip(ours, ref, half, strict=True)):
+    for draw, (got, want) in enumerate(zip(ours, ref, strict=True)):
         assert want.std() > 0, f"the reference of draw {draw} is constant, so it proves nothing {where}"
-        r, nearest = (np.corrcoef(each.ravel(), want.ravel())[0, 1] for each in (got, rounded))
-        least = min(0.999, 1 - MAX_ERROR_RATIO**2 * (1 - nearest))  # 1 - r grows with the square of the error
-        assert r > least, f"Pearson r of draw {draw} is {r:.6f}, not above {least:.6f} {where}"
+        r = np.corrcoef(got.ravel(), want.ravel())[0, 1]
+        assert r > 0.999, f"Pearson r of draw {draw} is {r:.6f}, not above 0.999 {where}"
 
     errors, allowances = _rms_of_draws(ours - ref), MAX_ERROR_RATIO * _rms_of_draws(half - ref)
     error, allowed = _pooled(errors), _pooled(allowances)
