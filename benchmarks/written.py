@@ -5,6 +5,8 @@ Their layers are those of the papers that they are named after, with random weig
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,7 +76,7 @@ class UNet(nn.Module):
             layers = [(convolution(size, after, 3, padding=1), norm(after), nn.ReLU()) for size in (before, after)]
             return nn.Sequential(*layers[0], *layers[1])
 
-        self.down = nn.ModuleList(pair(*sizes) for sizes in zip([inputs, *widths], widths, strict=False))
+        self.down = nn.ModuleList(pair(*sizes) for sizes in pairwise([inputs, *widths]))
         steps = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.ups = nn.ModuleList(up(*sizes, 2, 2) for sizes in steps)
         self.after = nn.ModuleList(pair(2 * width, width) for _, width in steps)
@@ -153,9 +155,8 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found = [x]
         for layer in self.layers:
-            found.append(
-                F.leaky_relu(layer(torch.cat(found, 1)), 0.2) if len(found) < 5 else layer(torch.cat(found, 1))
-            )
+            y = layer(torch.cat(found, 1))
+            found.append(F.leaky_relu(y, 0.2) if len(found) < 5 else y)
         return x + 0.2 * found[-1]
 
 
@@ -264,7 +265,7 @@ def latent_decoder(widths: tuple[int, ...] = (512, 512, 256, 128)) -> nn.Module:
     """Return the decoder of a latent diffusion model, shortened: from [N, 4, H, W] to an image eight times as large."""
     return nn.Sequential(
         nn.Conv2d(4, widths[0], 3, padding=1),
-        *(Enlarging(*pair) for pair in zip(widths, widths[1:], strict=False)),
+        *(Enlarging(*pair) for pair in pairwise(widths)),
         nn.GroupNorm(32, widths[-1]),
         nn.SiLU(),
         nn.Conv2d(widths[-1], 3, 3, padding=1),
@@ -327,8 +328,7 @@ class PointNet(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (3, 64, 64, 64, 128, 1024)) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
-        layers = [(nn.Conv1d(*pair, 1), nn.BatchNorm1d(pair[1]), nn.ReLU()) for pair in pairs]
+        layers = [(nn.Conv1d(*pair, 1), nn.BatchNorm1d(pair[1]), nn.ReLU()) for pair in pairwise(widths)]
         self.points = nn.Sequential(*(each for layer in layers for each in layer))
         self.head = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 40))
 
@@ -351,7 +351,7 @@ class DLRM(nn.Module):
 
     @staticmethod
     def _layers(sizes: tuple[int, ...]) -> list[nn.Module]:
-        return [layer for pair in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(*pair), nn.ReLU())]
+        return [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
 
     def forward(self, x: Tensor) -> Tensor:
         dense = self.bottom(x)

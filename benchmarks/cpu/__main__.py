@@ -110,7 +110,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--only",
         default=",".join(TASKS),
-        help="comma-separated tasks, names of timm's models and transformers.MODEL_TYPE (default: %(default)s)",
+        help="comma-separated tasks, networks of benchmarks/written.py, models of timm and transformers.MODEL_TYPE "
+        "(default: %(default)s)",
     )
     add("--draw", type=int, metavar="SEED", help="measure models of timm and transformers drawn at random instead")
     add("--count", type=int, default=8, help="models to draw from each (default: %(default)s)")

@@ -236,8 +236,9 @@ class _Relaid:
         dtype = x.dtype if rounds else weight.dtype
         constant = operands.is_constant(weight)
         on_tensor_cores = x.dtype in HALF_DTYPES and not depthwise
-        spare = out.shape[1] % 2 if on_tensor_cores and residual is None and not is_channels_last(out) else 0
-        if spare and call.params["groups"] == 1 and all(operands.is_constant(w) for w in (weight, bias or weight)):
+        is_copied = residual is None and not is_channels_last(out)
+        are_constant = constant and (bias is None or operands.is_constant(bias))
+        if on_tensor_cores and is_copied and are_constant and out.shape[1] % 2 and call.params["groups"] == 1:
             weight, bias = self._with_even_outputs(weight, bias)
         fold = fold_factor(call, weight, PACK) if on_tensor_cores else 1
         if fold > 1:
